@@ -93,20 +93,24 @@ class Evaluations:
             self._begin(0)
 
     def resume(self, version: int) -> None:
-        """Continue the evaluations of the previous process."""
+        """Continue the evaluations of the previous process, except those of other questions."""
         self._newest_step = version
         results.remove_later(self._path, version)
         if not self._sets:
             return
-        recorded = [one for one in results.earlier(self._path) if one.step is not None]
+        digests = {eval_set.set_name: eval_set.digest for eval_set in self._sets}
+        recorded = [
+            one for one in results.earlier(self._path)
+            # A resume may change the questions. Scores of others cannot be compared with the next ones.
+            if one.step is not None and one.questions_digest == digests.get(one.set_name)
+        ]  # fmt: skip
         for one in recorded:
             self._judge(one)
             self._update_newest(one)
         of_step: dict[int | None, set[str | None]] = {}
         for one in recorded:
             of_step.setdefault(one.step, set()).add(one.set_name)
-        wanted = {eval_set.set_name for eval_set in self._sets}
-        ended = {step for step, names in of_step.items() if step is not None and names >= wanted}
+        ended = {step for step, names in of_step.items() if step is not None and names >= digests.keys()}
         self._ended_step = max(ended, default=-1)
         left = self._kept.left()
         if left is None:

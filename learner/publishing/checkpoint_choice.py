@@ -16,7 +16,7 @@ import msgspec
 from learner.config import outputs
 from learner.evaluation.results import FILE, earlier, metrics_of
 from learner.storage import retention
-from learner.storage.checkpoint import best_models, complete_checkpoints, read_state
+from learner.storage.checkpoint import best_models, complete_checkpoints, read_state, step_of
 from protocol.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ def choose_checkpoint(run_dir: Path, directory: Path, which: str, ranking: str) 
     Raises:
         ConfigError: There is no such checkpoint, or none that has a score.
     """
-    available = {_step_of(path): path for path in [*best_models(directory), *complete_checkpoints(directory)]}
+    available = {step_of(path): path for path in [*best_models(directory), *complete_checkpoints(directory)]}
     if not available:
         raise ConfigError(
             f"{directory} has no complete checkpoint; wait for the first (learner.checkpoint.every_steps), or use the "
@@ -113,10 +113,6 @@ def _refuse_ranking(run_dir: Path, ranking: str, known: set[str]) -> NoReturn:
         else f"use {outputs.TRAINING_REWARD}, or let the next run evaluate (learner.evaluation.every_steps)"
     )
     raise ConfigError(f"no evaluation in {run_dir / FILE} has the metric {ranking}; {remedy}")
-
-
-def _step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-"))
 
 
 def _listed(steps: Mapping[int, object]) -> str:

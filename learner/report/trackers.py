@@ -131,7 +131,7 @@ def _open(name: str, project: str, run_dir: RunDir) -> Any:
                 project, id=run_dir.run_id, name=run_name, resume="allow", dir=str(run_dir.path)
             )
         case "trackio":
-            return tracking.TrackioTracker(project, name=f"{run_name}-{run_dir.run_id[:8]}", resume="allow")
+            return tracking.TrackioTracker(project, name=f"{run_name}-{run_dir.run_id[-8:]}", resume="allow")
         case "mlflow":
             return tracking.MLflowTracker(experiment_name=project, run_name=run_name)
     return tracking.TensorBoardTracker(run_dir.tensorboard.name, logging_dir=run_dir.tensorboard.parent)

@@ -44,7 +44,7 @@ class RolloutGroup(Part):
     rewards_G: list[float | None]
     rewards_by_function: dict[str, list[float | None]]
     entered_version: int
-    """Policy version when the group entered the engine. UNKNOWN_VERSION after a restart."""
+    """Policy version when the group entered the engine. UNKNOWN_VERSION if it may date from before a restart."""
     server: str = ""
     """Endpoint of the server that sampled this group. Empty if unknown, as after a restart."""
     logged_metrics: dict[str, list[float]] = msgspec.field(default_factory=dict)

@@ -16,8 +16,10 @@ import asyncio
 import logging
 import time
 
+import msgspec
+
 from learner.config import LearnerRun
-from learner.environments.episode import AnyGroup, episodes_of
+from learner.environments.episode import UNKNOWN_VERSION, AnyGroup, episodes_of
 from learner.rewards.scoring import Scorer
 from learner.rewards.workers import GroupRewards
 from learner.rollouts.bottleneck import DESCRIPTIONS
@@ -50,14 +52,9 @@ class Rollouts:
     """
 
     def __init__(
-        self,
-        run: LearnerRun,
-        fleet: Fleet,
-        buffer: RolloutBuffer,
-        scorer: Scorer,
-        ledger: Ledger,
+        self, run: LearnerRun, fleet: Fleet, buffer: RolloutBuffer, scorer: Scorer, ledger: Ledger,
         reference: ReferenceScores | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._config = run.learner
         self._fleet, self._loop = fleet, fleet.loop
         self._buffer, self._scorer, self._ledger = buffer, scorer, ledger
@@ -196,10 +193,13 @@ class Rollouts:
             return
         if self._turns is not None and self._turns.answered(member, message):
             return
+        request = self._buffer.pending(message.group_id)
         if isinstance(message, Group):
+            if request is not None and request.assigned_to != member.endpoint:
+                # The server kept the group, as over a restart. A resume may have given its version to other weights.
+                message = msgspec.structs.replace(message, entered_version=UNKNOWN_VERSION)
             self._arrived.put((member, message))
             return
-        request = self._buffer.pending(message.group_id)
         match message:
             case GroupFailed(retryable=False) if request is not None:
                 raise DataError(

@@ -65,7 +65,7 @@ class Turns:
             return False
         if isinstance(message, Group):
             self._fleet.loop.spawn(self._dispatcher.acknowledge([(member, message)]))
-        elif not message.retryable:
+        elif not message.retryable and self._fits(turn.turn):
             raise DataError(f"the server at {member.endpoint} cannot complete a turn: {message.message}")
         elif message.code == "not_ready" or turn.assigned_to not in (None, member.endpoint):
             return True  # resent after the next weight sync, or pending at another server
@@ -74,6 +74,10 @@ class Turns:
         if not turn.answer.done():  # the player may have stopped waiting
             turn.answer.set_result(message)
         return True
+
+    def _fits(self, turn: TurnPrompt) -> bool:
+        """Return whether every server can sample the turn. One that joined after the episode's start may be smaller."""
+        return len(turn.token_ids) + turn.max_tokens <= self._fleet.max_model_len
 
     async def _play(self, request: GroupRequest) -> None:
         endpoints: set[str] = set()
@@ -86,6 +90,8 @@ class Turns:
                     return sampled
             return None
 
+        # After a resume, a group may be retried before any server has answered.
+        await self._fleet.has_version.wait()
         most = self._run.learner.environment.max_episode_tokens or self._fleet.max_model_len
         num_episodes = self._run.learner.sampling.group_size
         played = await self._player.play(

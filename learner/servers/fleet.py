@@ -53,6 +53,8 @@ class Fleet:
         """Called in the loop with a sentence about each state change of a server."""
         self.version: int | None = None
         """Version that was published last."""
+        self.has_version = asyncio.Event()
+        """Set from the first published version on. Awaited in the loop."""
         self.experts: RoutingShape | None = None
         """Shape of the routed experts that each group must have. None: none are requested."""
         self.is_quantized: bool | None = None
@@ -198,6 +200,7 @@ class Fleet:
         Servers with an older version get no requests until they have this one.
         """
         self.version = version
+        self.has_version.set()
         for member in self.members:
             if member.welcome is not None and member.welcome.server_id in server_ids:
                 member.served = (member.welcome.server_id, version)

@@ -82,11 +82,22 @@ def checkpoint_of(directory: Path, step: int) -> Path:
     return directory / f"step-{step:06d}"
 
 
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 def complete_checkpoints(directory: Path) -> list[Path]:
     """Return the complete checkpoints, oldest first."""
-    complete = [path.parent for path in directory.glob(f"step-*/{STATE_FILE}") if path.parent.suffix != ASIDE]
-    # From step 1,000,000 on, names are longer.
-    return sorted(complete, key=lambda path: (len(path.name), path.name))
+    return _checkpoints_with(STATE_FILE, directory)
+
+
+def _checkpoints_with(file: str, directory: Path) -> list[Path]:
+    """Return the checkpoints that contain the file, oldest first.
+
+    A directory with another name, such as step-000050.tmp or step-000050.bak, is not a checkpoint of the run.
+    """
+    found = (path.parent for path in directory.glob(f"step-*/{file}"))
+    return sorted((path for path in found if path.name.removeprefix("step-").isdecimal()), key=step_of)
 
 
 def find_checkpoint(directory: Path) -> Path | None:
@@ -116,10 +127,9 @@ class BestCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 def best_models(directory: Path) -> dict[Path, BestCheckpoint]:
     """Return the checkpoints that are reduced to their models."""
-    kept = [path.parent for path in directory.glob(f"step-*/{BEST_FILE}") if path.parent.suffix != ASIDE]
     return {
         path: msgspec.json.decode((path / BEST_FILE).read_bytes(), type=BestCheckpoint)
-        for path in kept
+        for path in _checkpoints_with(BEST_FILE, directory)
         if not (path / STATE_FILE).exists()
     }
 

@@ -103,7 +103,8 @@ def prune(
     The newest checkpoints stay whole; of the best, only the models stay.
 
     `scores` are evaluation scores by step, which then rank the checkpoints. A checkpoint that waits for its
-    score stays whole. `evaluation` names the evaluated set, because scores of other sets are not comparable.
+    score stays whole. `evaluation` names the evaluated set. A model that was judged otherwise, by another set or
+    other questions, stays but is not compared.
     """
     states = {checkpoint: read_state(checkpoint) for checkpoint in complete_checkpoints(directory)}
     newest = list(states)[-keep_last:]  # -0: all
@@ -112,7 +113,12 @@ def prune(
     score_of = {
         path: state.reward_mean if scores is None else scores.get(state.step) for path, state in with_model.items()
     }
-    judged = {path: best for path, best in best_models(directory).items() if best.judged_by == judged_by} | {
+    comparable = {
+        path: best
+        for path, best in best_models(directory).items()
+        if best.judged_by == judged_by and (scores is None or best.step in scores)
+    }
+    judged = comparable | {
         path: BestCheckpoint(step=states[path].step, score=score, judged_by=judged_by)
         for path, score in score_of.items()
         if score is not None

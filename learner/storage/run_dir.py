@@ -8,6 +8,7 @@ refers to prompts by number, so changed data would attribute its groups to other
 import fcntl
 import logging
 import math
+import os
 import tomllib
 import uuid
 from pathlib import Path
@@ -21,7 +22,7 @@ from learner.config import KlConfig, LearnerRun, LossConfig
 from learner.config.objectives import is_plug_in
 from learner.prompts.prompts import Prompts
 from learner.storage.checkpoint import find_checkpoint
-from learner.storage.checkpoint_dir import claim
+from learner.storage.checkpoint_dir import OWNER_FILE, claim
 from learner.storage.files import network_file_system, replace_file
 from protocol.config import to_toml
 from protocol.config_keys import flatten, keys_of, may_change
@@ -32,12 +33,11 @@ from protocol.former_keys import renamed
 log = logging.getLogger(__name__)
 DUAL_CLIP = "learner.loss.dual_clip"
 """Key that every config.toml spells out. A file without it is from a version without a bound by default."""
-LEFT_BY_A_FAILED_START = {".lock", "checkpoints", "logs", "run_id", "run_id.tmp", "config.toml.tmp", "ledger.db",
-                          "ledger.db-shm", "ledger.db-wal", "metrics.jsonl", "samples.jsonl", "timeline.jsonl",
-                          "data.digests",
-                          "evaluations.jsonl",
-                          "evaluation.partial.jsonl", "tensorboard", "wandb", "servers.txt", "keys"}  # fmt: skip
-"""Files of a start that ended before its first group; they do not block the next start."""
+LEFT_BY_A_FAILED_START = {".lock", "checkpoints", "logs", "run_id", "config.toml", "ledger.db", "ledger.db-shm",
+                          "ledger.db-wal", "metrics.jsonl", "samples.jsonl", "timeline.jsonl", "data.digests",
+                          "evaluations.jsonl", "evaluation.partial.jsonl", "tensorboard", "wandb", "servers.txt",
+                          "keys"}  # fmt: skip
+"""Files of a start that ended before its first group; they do not block the next start, nor do their .tmp files."""
 
 
 class RunDir:
@@ -71,6 +71,8 @@ class RunDir:
             raise ConfigError(
                 f"another learner is writing to {path}; wait for it to finish, or choose another run_dir"
             ) from error
+        # A lock lasts as long as any process has the file, and a killed learner's children may outlive it.
+        os.register_at_fork(after_in_child=self._lock.close)
 
     def begin(self) -> None:
         """Store the config; from then on, only a resume may use the directory."""
@@ -108,7 +110,7 @@ def open_run_dir(run: LearnerRun, *, resume: bool) -> RunDir:
         raise ConfigError(
             f"{path} already contains a run; continue it with --resume, or choose another directory with --run-dir"
         )
-    if not exists and path.exists() and {entry.name for entry in path.iterdir()} - LEFT_BY_A_FAILED_START:
+    if not exists and path.exists() and _foreign_names(path, run.checkpoint_dir):
         raise ConfigError(f"{path} is not empty and contains no run; choose another directory with --run-dir")
     if not exists and resume:
         raise ConfigError(f"{path} contains no run to resume; omit --resume, or set --run-dir to the run's directory")
@@ -123,11 +125,18 @@ def open_run_dir(run: LearnerRun, *, resume: bool) -> RunDir:
     return run_dir
 
 
+def _foreign_names(path: Path, checkpoint_dir: Path) -> set[str]:
+    """Return the names in the directory that no failed start of this run leaves there."""
+    directory, checkpoints = path.resolve(), checkpoint_dir.resolve()
+    own = checkpoints.relative_to(directory).parts[:1] if checkpoints.is_relative_to(directory) else ()
+    return {entry.name.removesuffix(".tmp") for entry in path.iterdir()} - LEFT_BY_A_FAILED_START - {*own}
+
+
 def _compare(path: Path, run: LearnerRun) -> None:
     """Log the changes from the run's earlier config.
 
     Raises:
-        ConfigError: A resume may not change one of the keys, or the checkpoints were left behind.
+        ConfigError: A resume may not change one of the keys, or the checkpoints are elsewhere or missing.
     """
     try:
         before = flatten(renamed(tomllib.loads(path.read_text("utf-8")))[0])
@@ -154,10 +163,23 @@ def _compare(path: Path, run: LearnerRun) -> None:
             "it, or choose another run_dir"
         )
     former = Path(before.get("learner.checkpoint.dir") or path.parent / "checkpoints")
-    if find_checkpoint(run.checkpoint_dir) is None and find_checkpoint(former) is not None:
+    _require_checkpoints(run.checkpoint_dir, former, has_ledger=(path.parent / "ledger.db").exists())
+
+
+def _require_checkpoints(directory: Path, former: Path, *, has_ledger: bool) -> None:
+    """Raise ConfigError if the run would start again from step 0 although it may have checkpoints."""
+    if find_checkpoint(directory) is not None:
+        return
+    if find_checkpoint(former) is not None:
         raise ConfigError(
-            f"learner.checkpoint.dir: {run.checkpoint_dir} has no checkpoint of this run, and {former}, where it wrote "
-            "them before, has; move that directory there, or set learner.checkpoint.dir to it"
+            f"learner.checkpoint.dir: {directory} has no checkpoint of this run, and {former}, where it wrote them "
+            "before, has; move that directory there, or set learner.checkpoint.dir to it"
+        )
+    # A run that was killed before its first checkpoint has claimed the directory.
+    if has_ledger and not any((place / OWNER_FILE).exists() for place in (directory, former)):
+        raise ConfigError(
+            f"learner.checkpoint.dir: {former}, where this run wrote its checkpoints, is missing or empty; mount or "
+            "restore it, or start a new run in another run_dir"
         )
 
 

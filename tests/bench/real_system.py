@@ -11,7 +11,7 @@ from safetensors.torch import load_model
 
 from learner.config import LearnerRun
 from learner.policy.model import load_policy, load_tokenizer
-from learner.storage.checkpoint import find_checkpoint
+from learner.storage.checkpoint import find_checkpoint, step_of
 from protocol.model_files import resolve_model
 from tests.bench.cell import Cell
 from tests.bench.colocated import read_metrics, run_colocated
@@ -56,7 +56,7 @@ def run_real_cell(cell: Cell, directory: Path) -> dict[str, Any]:
 
 def _steps_done(run_dir: Path) -> int:
     checkpoint = find_checkpoint(run_dir / "checkpoints")
-    return int(checkpoint.name.removeprefix("step-")) if checkpoint else 0
+    return step_of(checkpoint) if checkpoint else 0
 
 
 def _final_exact_match(run: LearnerRun, run_dir: Path) -> float:

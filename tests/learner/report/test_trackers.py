@@ -48,6 +48,12 @@ def init(**named):
     told.append(named)
     return Run()
 """
+TRACKIO = """
+named, config = [], {}
+
+def init(**settings):
+    named.append(settings)
+"""
 
 
 @pytest.fixture
@@ -115,6 +121,21 @@ def test_a_failing_tracker_is_dropped_without_affecting_others(
     assert all(type(values["reward/mean"]) is float for values in logged)
     assert "dropping tracker wandb, which failed (nobody is there)" in caplog.text
     assert list(read_back(run_dir.tensorboard)["reward/mean"]) == [1, 2, 3, 4]
+
+
+def test_runs_in_directories_of_one_name_are_different_runs_in_trackio(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "packages/trackio").mkdir(parents=True)
+    (tmp_path / "packages/trackio/__init__.py").write_text(TRACKIO)
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    monkeypatch.delitem(sys.modules, "trackio", raising=False)
+    for place in ("a", "b", "a"):  # the last one resumes the first
+        run_dir = RunDir(tmp_path / place / "qwen-math", make_run(tmp_path, "tcp://127.0.0.1:1"))
+        Trackers(["trackio"], "p", run_dir)
+        run_dir.close()
+    first, second, resumed = (settings["name"] for settings in sys.modules.pop("trackio").named)
+    assert first == resumed != second and first.startswith("qwen-math-")
 
 
 @pytest.mark.parametrize("name", EXTRAS)

@@ -2,19 +2,26 @@
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
+import pytest
 
 from learner.environments.episode import EpisodeGroup
-from learner.environments.player import Ask, TurnPrompt
+from learner.environments.player import Ask, TurnPrompt, TurnResult
 from learner.prompts.prompts import Prompt
+from learner.rollouts.ledger import Ledger
 from learner.rollouts.rollouts import Rollouts
-from protocol.messages import Generate, Message
-from tests.learner.rollouts.hand_server import HandServer, fails, group_of, is_silent, rollouts_of
+from protocol.codec import pack
+from protocol.errors import DataError
+from protocol.messages import Generate, GroupFailed, Message
+from tests.learner.ledgers import receive
+from tests.learner.rollouts.hand_server import HandServer, dropped, fails, group_of, is_silent, rollouts_of
 from tests.learner.runs import make_run
-from tests.waiting import until
+from tests.waiting import TIMEOUT_S, until
 
 
 class ImpatientPlayer:
@@ -37,8 +44,23 @@ class ImpatientPlayer:
         raise AssertionError("the server is silent")
 
 
-def turn(number: int) -> TurnPrompt:
-    return TurnPrompt(episode=0, number=number, token_ids=np.array([3], np.int32), max_tokens=2, salt="", stays_at="")
+class LongPlayer:
+    """Requests one turn that is too long for the server, then one that is not."""
+
+    def __init__(self) -> None:
+        self.results: list[TurnResult | None] = []
+
+    async def play(
+        self, group_id: str, prompt: Prompt, ask: Ask, *, num_episodes: int, max_tokens: int
+    ) -> EpisodeGroup:
+        for num_tokens in (max_tokens, 1):
+            self.results.append(await ask(turn(num_tokens, num_tokens)))
+        raise AssertionError("the second turn fails")
+
+
+def turn(number: int, num_tokens: int = 1) -> TurnPrompt:
+    token_ids = np.full(num_tokens, 3, np.int32)
+    return TurnPrompt(episode=0, number=number, token_ids=token_ids, max_tokens=2, salt="", stays_at="")
 
 
 @contextmanager
@@ -81,6 +103,47 @@ def test_an_answer_that_crosses_its_cancellation_is_only_acknowledged(tmp_path: 
         with played(tmp_path, server):
             until(lambda: server.acked)
         assert set(turns(server.acked)) == {"0.0.0"}
+
+
+def test_a_turn_that_is_too_long_for_a_server_that_joined_later_ends_only_its_episode(tmp_path: Path) -> None:
+    def rejects(server: HandServer, request: Generate) -> list[Message]:
+        return [GroupFailed(group_id=request.group_id, code="invalid_prompt", message="no", retryable=False)]
+
+    with HandServer(rejects) as server:
+        run = make_run(tmp_path, server.endpoint, steps=10, groups_per_step=1, max_staleness=0)
+        with rollouts_of(run) as (fleet, rollouts):
+            player = LongPlayer()
+            rollouts.start(0, player)
+            fleet.wait()
+            rollouts.publish(0, server.server_id)
+            with pytest.raises(DataError, match="cannot complete a turn: no"):
+                rollouts.next_batch(0, TIMEOUT_S)
+        assert player.results == [None] and turns(server.generated)[-1] == "0.1.0"
+
+
+def test_an_episode_retried_by_a_resume_is_played_only_after_a_server_has_the_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reward = {"functions": ["tests/learner/rewards/broken_rewards.py:raises"], "max_failed_share": 0.9}
+    settings: dict[str, Any] = {"reward": reward, "groups_per_step": 1, "max_staleness": 0}
+    with HandServer(is_silent) as server:
+        with played(tmp_path, server, **settings):
+            until(lambda: server.requests)
+        group = msgspec.structs.replace(group_of(server.requests[0], 0), group_id="0.0")
+        with closing(Ledger(tmp_path / "ledger.db")) as ledger:
+            assert receive(ledger, "0.0", pack(group), 0, 2)
+        server.generated.clear()
+        monkeypatch.setattr(server, "_answers", lambda message: [])  # as before it runs
+        with rollouts_of(make_run(tmp_path, server.endpoint, steps=10, **settings)) as (fleet, rollouts):
+            player = ImpatientPlayer(server)
+            rollouts.start(0, player)
+            until(lambda: dropped(tmp_path) == [("0.0", "unscorable")])
+            assert rollouts.next_batch(0, 0.3) is None
+            monkeypatch.undo()
+            fleet.wait()
+            rollouts.publish(0, server.server_id)
+            until(lambda: player.num_played == 1)
+        assert [name.partition("/")[0] for name in server.generated] == ["0.1", "0.1"]
 
 
 def test_a_failed_turn_is_retried_with_another_seed(tmp_path: Path) -> None:

@@ -99,3 +99,22 @@ def test_checkpoints_go_to_a_directory_of_their_own_and_are_resumed_from_it_wher
         shutil.move(tmp_path / "moved", run_dir / "checkpoints")
         train(back, resume=True)
         assert [line["step"] for line in metrics_of(back)] == [1, 2, 3, 4, 5]
+
+
+def test_a_resume_without_the_directory_of_its_checkpoints_is_rejected_and_changes_nothing(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "tcp://127.0.0.1:1", checkpoint={"dir": str(tmp_path / "mount/mine")})
+    killed_early = open_run_dir(run, resume=False)
+    killed_early.begin()
+    killed_early.ledger.touch()
+    killed_early.close()
+    open_run_dir(run, resume=True).close()
+    (tmp_path / "mount").rename(tmp_path / "unmounted")
+    moved = make_run(tmp_path, "tcp://127.0.0.1:1", checkpoint={"dir": str(tmp_path / "empty")})
+    for again in (run, run, moved):
+        with pytest.raises(
+            ConfigError, match=r"\S+/mount/mine, where this run wrote its checkpoints, is missing or em"
+        ):
+            open_run_dir(again, resume=True)
+    assert not (tmp_path / "mount").exists() and not (tmp_path / "empty").exists()
+    (tmp_path / "unmounted").rename(tmp_path / "mount")
+    open_run_dir(moved, resume=True).close()

@@ -8,13 +8,24 @@ from statistics import fmean
 import msgspec
 import pytest
 
+from learner.evaluation.background import Evaluations
+from learner.evaluation.eval_sets import sets_of
 from learner.rollouts.ledger import LedgerError
-from learner.storage.checkpoint import STATE_FILE, CheckpointState, best_models, complete_checkpoints
+from learner.run_inputs import RunInputs
+from learner.storage.checkpoint import (
+    STATE_FILE,
+    CheckpointState,
+    best_models,
+    complete_checkpoints,
+    find_checkpoint,
+    step_of,
+)
 from learner.storage.retention import prune
 from learner.train import train
 from tests.learner.ledgers import steps_kept
 from tests.learner.model_engine import tiny_server
-from tests.learner.runs import metrics_of
+from tests.learner.publishing.finished_run import evaluate
+from tests.learner.runs import make_run, metrics_of
 from tests.learner.storage.same_end import assert_ends_alike, make_comparable_run
 
 
@@ -32,7 +43,7 @@ def checkpoints(directory: Path, rewards: dict[int, float | None]) -> None:
 
 
 def steps_in(directory: Path) -> list[int]:
-    return [int(path.name.removeprefix("step-")) for path in complete_checkpoints(directory)]
+    return [step_of(path) for path in complete_checkpoints(directory)]
 
 
 def test_the_best_checkpoints_can_be_chosen_by_evaluations(tmp_path: Path) -> None:
@@ -44,6 +55,23 @@ def test_the_best_checkpoints_can_be_chosen_by_evaluations(tmp_path: Path) -> No
     assert (kept.step, kept.score, kept.judged_by) == (20, 0.8, "evaluation")
     prune(tmp_path, 1, 1, scores | {40: 0.9})
     assert steps_in(tmp_path) == [50] and [best.step for best in best_models(tmp_path).values()] == [40]
+
+
+def test_a_resume_with_other_questions_ranks_only_by_scores_of_these(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "tcp://127.0.0.1:1", evaluation={"every_steps": 10, "num_prompts": 4})
+    run_inputs, directory = RunInputs(run), tmp_path / "run"
+    (directory / "checkpoints").mkdir(parents=True)
+    checkpoints(directory / "checkpoints", {10: None, 20: None})
+    evaluate(run, 10, 0.9, questions_digest="easier")
+    prune(directory / "checkpoints", 1, 1, {10: 0.9})
+    (now,) = sets_of(run_inputs)
+    evaluate(run, 20, 0.4, None, questions_digest=now.digest)
+    evaluations = Evaluations(run_inputs, directory, "run")
+    evaluations.resume(20)
+    checkpoints(directory / "checkpoints", {30: None})
+    prune(directory / "checkpoints", 1, 1, evaluations.scores())
+    assert {best.step: best.score for best in best_models(directory / "checkpoints").values()} == {10: 0.9, 20: 0.4}
+    assert steps_in(directory / "checkpoints") == [30]
 
 
 @pytest.mark.parametrize(
@@ -94,6 +122,16 @@ def test_a_checkpoint_after_a_million_steps_is_newer_than_those_before(tmp_path:
     checkpoints(tmp_path, {999_998: 0.1, 999_999: 0.1, 1_000_000: 0.1, 1_000_001: 0.1})
     assert prune(tmp_path, 2, 0) == 1_000_000
     assert steps_in(tmp_path) == [1_000_000, 1_000_001]
+
+
+def test_a_copy_of_a_checkpoint_under_another_name_is_neither_used_nor_removed(tmp_path: Path) -> None:
+    checkpoints(tmp_path, {50: 0.9, 100: 0.2, 150: 0.1})
+    prune(tmp_path, 2, 1)
+    shutil.copytree(tmp_path / "step-000050", tmp_path / "step-000050.bak")
+    (tmp_path / "step-000150").rename(tmp_path / "step-000150.bad")  # to resume from the previous one
+    checkpoints(tmp_path, {200: 0.1})
+    assert prune(tmp_path, 1, 0) == 200 and find_checkpoint(tmp_path) == tmp_path / "step-000200"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000050.bak", "step-000150.bad", "step-000200"]
 
 
 def test_a_run_resumes_from_any_of_the_newest_checkpoints_but_not_from_older_ones(tmp_path: Path) -> None:

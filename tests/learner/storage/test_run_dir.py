@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import os
 import shutil
 import tomllib
 from collections.abc import Callable, Sequence
@@ -109,6 +110,17 @@ def test_keys_that_errors_advise_to_change_can_change_at_a_resume_and_are_logged
     ]
 
 
+@pytest.mark.parametrize("inside", ["checkpoints", "saved/here", "."])
+def test_a_start_that_ended_before_its_first_group_does_not_block_the_next(tmp_path: Path, inside: str) -> None:
+    run = now(tmp_path / "run", {"checkpoint.dir": str(tmp_path / "run" / inside)})
+    open_run_dir(run, resume=False).close()
+    (tmp_path / "run/data.digests.tmp").touch()  # after a kill
+    open_run_dir(run, resume=False).close()
+    (tmp_path / "run/letters").touch()
+    with pytest.raises(ConfigError, match="is not empty and contains no run"):
+        open_run_dir(run, resume=False)
+
+
 MOUNTS = r"""/dev/vda / ext4 rw,relatime 0 0
 proc /proc proc rw 0 0
 host:/export /mnt/lab\040share nfs4 rw,relatime,vers=4.2 0 0
@@ -146,6 +158,27 @@ def test_a_run_on_a_network_file_system_logs_a_warning_with_a_remedy(
     mount("host:/export / nfs4 rw 0 0\n")
     open_run_dir(now(tmp_path / "run"), resume=False).close()
     assert "is on a network file system (nfs4)" in caplog.text and "--run-dir" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+def test_a_forked_process_that_outlives_its_learner_does_not_keep_the_lock(tmp_path: Path) -> None:
+    learner = open_run_dir(now(tmp_path), resume=False)
+    (has_forked, tell), (end, end_it) = os.pipe(), os.pipe()
+    if (child := os.fork()) == 0:
+        os.close(end_it)
+        os.write(tell, b"1")
+        os.read(end, 1)
+        os._exit(0)
+    try:
+        os.read(has_forked, 1)
+        with pytest.raises(ConfigError, match="another learner is writing"):
+            open_run_dir(now(tmp_path), resume=False)
+        learner.close()  # as its end closes all its files
+        open_run_dir(now(tmp_path), resume=False).close()
+    finally:
+        for descriptor in (has_forked, tell, end, end_it):
+            os.close(descriptor)
+        os.waitpid(child, 0)
 
 
 PROMPTS = ["1111>", "2222>", "3333>", "4444>", "5555>", "6666>"]
