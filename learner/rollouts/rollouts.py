@@ -195,8 +195,8 @@ class Rollouts:
             return
         request = self._buffer.pending(message.group_id)
         if isinstance(message, Group):
-            if request is not None and request.assigned_to != member.endpoint:
-                # The server kept the group, as over a restart. A resume may have given its version to other weights.
+            is_kept = request is not None and request.assigned_to != member.endpoint
+            if is_kept or message.entered_version > self._version:  # from before a restart, with other weights
                 message = msgspec.structs.replace(message, entered_version=UNKNOWN_VERSION)
             self._arrived.put((member, message))
             return
