@@ -24,6 +24,7 @@ from deploy.placement import DeployConfig, ProcessSpec, rank_places, reference_p
 from deploy.supervisor import SupervisedProcess, Supervisor
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
+from learner.config.shared_gpu import ServersOnGpu
 from protocol import console
 from protocol.hardware import halves, has_gpu, usable_gpus
 from protocol.installation import module_command
@@ -55,7 +56,8 @@ def colocate(arguments: list[str]) -> int:
     if launch is None:
         return 0
     config = with_gpus(launch.config, launch.server_run, launch.learner_run, usable_gpus())
-    for note in (shared_gpu_note(config, launch.server_run), one_sided_note(config)):
+    servers_on_gpu = servers_on_learner_gpu(config, launch.server_run)
+    for note in (shared_gpu_note(servers_on_gpu), one_sided_note(config)):
         if note is not None:
             log.warning(note)
     config = with_cores(config, launch.server_run, launch.learner_run)
@@ -65,6 +67,7 @@ def colocate(arguments: list[str]) -> int:
         learner=(
             *module_command("learner"), *launch.learner, *evaluation_flags(launch.learner_run, launch.server_run)
         ),
+        learner_environment=servers_on_gpu.environment() if servers_on_gpu else {},
     )  # fmt: skip
     places = server_places(config, launch.server_run)
     rank_places(config, launch.learner_run, port=0)  # raises ConfigError before any process is started
@@ -83,6 +86,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     server: tuple[str, ...]
     learner: tuple[str, ...]
     """Command of each kind of process, without the flags of its ProcessSpec."""
+    learner_environment: dict[str, str]
+    """Environment of each rank, in addition to that of its ProcessSpec."""
 
     def start(self, command: tuple[str, ...], place: ProcessSpec) -> SupervisedProcess:
         return SupervisedProcess(
@@ -92,8 +97,11 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     def start_learner(self, *, again: bool) -> list[SupervisedProcess]:
         """Start all ranks, with a port for their rendezvous that is free now."""
         command = (*self.learner, *self.launch.resume_switch(again=again))
-        places = rank_places(self.config, self.launch.learner_run, free_port())
-        return [self.start(command, place) for place in places]
+        ranks = []
+        for place in rank_places(self.config, self.launch.learner_run, free_port()):
+            environment = place.environment | self.learner_environment
+            ranks.append(self.start(command, msgspec.structs.replace(place, environment=environment)))
+        return ranks
 
 
 def with_gpus(
@@ -153,15 +161,31 @@ def with_cores(config: DeployConfig, server_run: ServerRun, learner_run: Learner
     )
 
 
-def shared_gpu_note(config: DeployConfig, server_run: ServerRun) -> str | None:
+def servers_on_learner_gpu(config: DeployConfig, server_run: ServerRun) -> ServersOnGpu | None:
+    """Return what the servers take of the GPU of a learner's rank, or None if no server uses one."""
+    server = server_run.server
+    of_servers = [*(config.server_gpus or [()] * config.num_servers)]
+    if config.reference_model:
+        of_servers.append(config.reference_gpus)
+    is_assigned = bool(config.server_gpus or config.learner_gpus)
+    # GPUs of the reference alone limit only its server. A process without any uses the first.
+    shared = [gpus for gpus in of_servers if (set(gpus) & {*config.learner_gpus} if is_assigned else not gpus)]
+    if not shared or not has_gpu():
+        return None
+    return ServersOnGpu(
+        num_servers=len(shared),
+        num_shards=max(1, (len(shared[0]) or server.num_workers) // server.data_parallel_size),
+        kv_cache_memory_mib=server.kv_cache_memory_mib,
+        gpu_memory_utilization=server.gpu_memory_utilization,
+    )
+
+
+def shared_gpu_note(servers: ServersOnGpu | None) -> str | None:
     """Return a warning if both sides use one GPU and vLLM would measure how much of it is free."""
-    is_sized = server_run.server.kv_cache_memory_mib is not None
-    of_servers = {gpu for gpus in config.server_gpus for gpu in gpus}
-    is_apart = (of_servers or config.learner_gpus) and of_servers.isdisjoint(config.learner_gpus)
-    if is_sized or not has_gpu() or is_apart:
+    if servers is None or servers.kv_cache_memory_mib is not None:
         return None
     return (
-        f"server and learner share one GPU, of which the server takes {server_run.server.gpu_memory_utilization:.0%} "
+        f"server and learner share one GPU, of which the server takes {servers.gpu_memory_utilization:.0%} "
         "(server.gpu_memory_utilization) if that much is free when it starts, and counts what the learner takes "
         "meanwhile as its own; set server.kv_cache_memory_mib, or give each side GPUs with deploy.server_gpus and "
         "deploy.learner_gpus"

@@ -15,7 +15,7 @@ COPY inference_server inference_server
 COPY learner learner
 COPY deploy deploy
 # hadolint ignore=DL3013  # pyproject.toml sets the versions
-RUN pip install --no-cache-dir '.[learner,nccl]'
+RUN pip install --no-cache-dir '.[learner,nccl]' --constraint deploy/docker/vllm.constraints
 
 ENV HOME=/cache USER=slipstream
 RUN install -d -o 1000 /cache /runs

@@ -235,8 +235,12 @@ PRIVATE: tuple[Private, ...] = (
             "vllm.v1.worker.gpu_worker": {
                 "Worker.device": "", "Worker.model_runner": "", "Worker.rank": "", "Worker.vllm_config": "",
             },
-            "vllm.v1.worker.gpu.model_runner": {"GPUModelRunner.model": "", "GPUModelRunner.reset_lora_state": ""},
-            "vllm.v1.worker.gpu_model_runner": {"GPUModelRunner.model": "", "GPUModelRunner.reset_lora_state": ""},
+            "vllm.v1.worker.gpu.model_runner": {
+                "GPUModelRunner.get_model": "", "GPUModelRunner.reset_lora_state": "",
+            },
+            "vllm.v1.worker.gpu_model_runner": {
+                "GPUModelRunner.get_model": "", "GPUModelRunner.reset_lora_state": "",
+            },
         },
     ),
     Private(

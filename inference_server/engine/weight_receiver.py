@@ -9,6 +9,7 @@ Invariant: a bucket is handed out at most once, after its check. After any failu
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -22,6 +23,7 @@ from protocol.transports.group import join_collective, watched
 from protocol.weights.buckets import BucketMemory, checksum_of
 from protocol.weights.delta import Baseline, receive_changes
 from protocol.weights.dense import ReceivedBucket, receive_weights
+from protocol.weights.pinned import empty_in_host_memory
 
 LEAVE_TIMEOUT_S = 10.0
 """Maximum seconds for a thread to end after its collective was aborted."""
@@ -57,6 +59,8 @@ class SessionMembership(msgspec.Struct, frozen=True, eq=False):
     """Tensors of the next sync, or of the current one."""
     baseline: Baseline | None
     memory: BucketMemory
+    kept: dict[int, torch.Tensor] = msgspec.field(default_factory=dict)
+    """Pinned buffers of a server with a GPU for the buckets of a staged sync, which the next sync uses again."""
 
 
 class Receiver:
@@ -167,7 +171,7 @@ class Receiver:
             if (member := self._member) is None or (later := member.manifest.of_later_syncs()) == member.manifest:
                 return
             memory = BucketMemory(later, member.collective.device)
-            self._member = msgspec.structs.replace(member, manifest=later, memory=memory)
+            self._member = msgspec.structs.replace(member, manifest=later, memory=memory, kept={})
 
     def receive(self) -> Iterator[ReceivedBucket]:
         """Yield the buckets of one sync as they arrive.
@@ -193,6 +197,13 @@ class Receiver:
                 del arrived  # Otherwise its memory is not free for the next bucket.
                 watch.loading_since, waiting_since = None, time.monotonic()
         self.checksum = checksum_of(checksums)
+
+    def receive_in_host_memory(self) -> Iterator[ReceivedBucket]:
+        """Yield the buckets as `receive` does, in memory where all of them may stay until the sync is complete."""
+        member = self._member
+        # Of the syncs of deltas, only the first arrives on a GPU. Later ones are in the baseline.
+        kept = {} if member is None or member.baseline is not None else member.kept
+        return map(partial(in_host_memory, kept), self.receive())  # a loop variable would keep a bucket on the GPU
 
     def leave(self, session: str | None = None) -> None:
         """Leave the given session, or the current one if None."""
@@ -223,15 +234,14 @@ class Receiver:
         staging.join(LEAVE_TIMEOUT_S)
 
 
-def in_host_memory(arrived: ReceivedBucket) -> ReceivedBucket:
-    """Return the bucket in host memory, where it may stay until the sync is complete.
-
-    A bucket on a GPU is copied to pinned memory, because the GPU has no room for two models.
-    """
+def in_host_memory(kept: dict[int, torch.Tensor], arrived: ReceivedBucket) -> ReceivedBucket:
+    """Return the bucket in host memory. Of a GPU, which has no room for two models, it is copied to `kept`."""
     if arrived.buffer.device.type == "cpu":
         return arrived
-    pinned = torch.empty(len(arrived.buffer), dtype=torch.uint8, pin_memory=True)
-    return msgspec.structs.replace(arrived, buffer=pinned.copy_(arrived.buffer))
+    index = arrived.bucket.index
+    if index not in kept:
+        kept[index] = empty_in_host_memory(arrived.buffer.shape, torch.uint8)
+    return msgspec.structs.replace(arrived, buffer=kept[index].copy_(arrived.buffer))
 
 
 class _Staging(threading.Thread):
@@ -250,7 +260,7 @@ class _Staging(threading.Thread):
             if self.successor is not None:
                 self.successor.receive(self._receiver.receive())
             else:
-                self._buckets.extend(map(in_host_memory, self._receiver.receive()))
+                self._buckets.extend(self._receiver.receive_in_host_memory())
         # Any failure must reach the worker's report: a thread that ends silently looks like a received sync.
         except Exception as failure:
             # Keep only the text: the traceback would keep the session's sockets open.

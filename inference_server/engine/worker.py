@@ -117,7 +117,7 @@ class PushWorker:
 
     def _successor(self, order: PushOrder) -> NextWeights | None:
         """Return a place for full weights that arrive during generation, or None to keep the buckets."""
-        carried, model = self.receiver.carried_by(order), self.model_runner.model
+        carried, model = self.receiver.carried_by(order), self.model_runner.get_model()
         if self.device.type != "cpu" or carried is None or carried.is_adapter_alone:
             return None
         with adapter_loader.without_adapters(model):
@@ -138,7 +138,7 @@ class PushWorker:
                 adapter |= copies(arrived, carried.adapter_names)
         else:
             names = frozenset[str]() if carried is None else carried.adapter_names
-            with adapter_loader.without_adapters(self.model_runner.model):
+            with adapter_loader.without_adapters(self.model_runner.get_model()):
                 load_s = self._reload(order, names, adapter)
         started = time.monotonic()
         self._apply(carried, adapter)
@@ -157,7 +157,7 @@ class PushWorker:
 
     def _reload(self, order: PushOrder, adapter_names: Collection[str], adapter: dict[str, torch.Tensor]) -> float:
         """Load full weights, and put the tensors of the adapter into `adapter`."""
-        load_s, reload = 0.0, Reload(self.model_runner.model, self.vllm_config.model_config, self.device)
+        load_s, reload = 0.0, Reload(self.model_runner.get_model(), self.vllm_config.model_config, self.device)
         for arrived in self.receiver.buckets(order):
             started = time.monotonic()
             self.is_loading = True
@@ -175,7 +175,7 @@ class PushWorker:
         A whole sync can follow after that.
         """
         try:
-            model = self.model_runner.model
+            model = self.model_runner.get_model()
             with set_current_vllm_config(self.vllm_config), adapter_loader.without_adapters(model):
                 put_back(model, self.vllm_config.model_config)
         except Exception as another:

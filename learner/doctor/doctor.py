@@ -45,7 +45,13 @@ from protocol.model_files import fingerprint, local_model, weight_bytes
 from protocol.transports.collective import load_transport
 from protocol.transports.group import RendezvousHost, address_towards
 from protocol.transports.registry import TRANSPORTS
-from protocol.transports.transport import choose_transport, offered_transports, own_device_name, why_over_cpus
+from protocol.transports.transport import (
+    choose_transport,
+    find_offer,
+    offered_transports,
+    own_device_name,
+    why_over_cpus,
+)
 from protocol.transports.trial import MAX_TRIAL_S, send_trial
 
 MAX_CLOCK_OFFSET_S = 5.0
@@ -226,7 +232,7 @@ def transport(run: LearnerRun, server_info: ServerInfo) -> Finding:
     devices = [own_device, *server_info.devices]
     detour = why_over_cpus(devices, {"learner": offered, "server": server_info.transports})
     if wanted == "auto" and detour is not None:
-        absent = [load_transport(name) for name in TRANSPORTS if name not in offered]
+        absent = [load_transport(name) for name in TRANSPORTS if find_offer(name, offered) is None]
         reasons = (it.why_not_here() for it in absent if it.obstacle(devices, is_explicit=False) is None)
         remedy = next(filter(None, reasons), "run `slipstream doctor --server` on the server's machine")
         text = f"weights are sent with {chosen}, over the CPUs: {detour}"

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.optim.adamw import adamw
 
-from learner.policy.snapshot import as_shard, empty_in_host_memory, local
+from learner.policy.snapshot import as_shard, local
+from protocol.weights.pinned import empty_in_host_memory
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

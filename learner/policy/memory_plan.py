@@ -16,7 +16,8 @@ import msgspec
 
 from learner.config import LearnerRun
 from learner.config.learner import AUTO_TOKENS, AUTO_TOKENS_ON_CPU, Sharding
-from learner.policy.memory import Memory, describe, learner_memory, longest_row
+from learner.config.shared_gpu import ServersOnGpu
+from learner.policy.memory import Memory, describe, learner_memory, longest_row, server_memory
 from learner.policy.model_shape import ModelShape
 from protocol.errors import ConfigError
 
@@ -32,6 +33,9 @@ COST_OF_HALVING = {False: 0.02, True: 0.04}
 """Part of a pass's time that does not depend on its tokens, unsharded and sharded: launches, and gathered weights."""
 ALMOST_FREE = 0.95
 """Share of a GPU that is free if nothing but CUDA itself uses it."""
+SERVER_OVERHEAD_GIB = 2.0
+"""Memory of a server besides weights, buckets and KV cache: CUDA and its graphs, and the activations of a step."""
+MIN_KV_MIB = 256
 MAX_RANKS = 1024
 LORA_RANK = 16
 NUM_CHANGES = 4
@@ -48,6 +52,8 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
     """Free memory of each rank's GPU. Not used on a CPU."""
     device_total_gib: float = 0.0
     """All memory of this GPU, of which other processes may use a part."""
+    servers: ServersOnGpu | None = None
+    """Servers that will use this GPU too. Their part is not in `device_gib`. None: unknown."""
     device_type: str = "cuda"
     num_ranks: int = 1
     ranks_per_node: int = 1
@@ -70,6 +76,21 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             f"sharding = {self.sharding}, micro_batch_tokens = {config.micro_batch_tokens}, gradient_checkpointing = "
             f"{str(config.gradient_checkpointing).lower()}, optimizer.offload = {str(config.optimizer.offload).lower()}"
         )
+
+
+def room_beside(servers: ServersOnGpu, shape: ModelShape, run: LearnerRun, room: Room) -> Room:
+    """Return the room that the servers leave, which may have taken their memory already or not."""
+    left = room.device_total_gib - gib_of_servers(servers, shape, run, room)
+    return msgspec.structs.replace(room, device_gib=max(0.0, min(room.device_gib, left)), servers=servers)
+
+
+def gib_of_servers(servers: ServersOnGpu, shape: ModelShape, run: LearnerRun, room: Room) -> float:
+    """Return the GiB that servers take of each GPU. All are assumed to have models of this shape."""
+    kv_mib = servers.kv_cache_memory_mib
+    if kv_mib is None:
+        return servers.num_servers * servers.gpu_memory_utilization * room.device_total_gib
+    of_one = server_memory(shape, run, num_workers=servers.num_shards).device_gib + kv_mib / 1024 + SERVER_OVERHEAD_GIB
+    return servers.num_servers * of_one
 
 
 def make_plan(shape: ModelShape, run: LearnerRun, room: Room) -> Plan:
@@ -179,7 +200,8 @@ def _refusal(shape: ModelShape, run: LearnerRun, room: Room) -> str:
     ranks = "1 rank" if room.num_ranks == 1 else f"{room.num_ranks} ranks, {_on_nodes(room)}"
     free = f"{room.host_gib:.1f} GiB of host memory"
     if room.device_type != "cpu":
-        free = f"{room.device_gib:.1f} GiB on the GPU and {free}"
+        taken = room.servers and f" next to its servers' {gib_of_servers(room.servers, shape, run, room):.1f} GiB"
+        free = f"{room.device_gib:.1f} GiB on the GPU{taken or ''} and {free}"
     changes = list(itertools.islice(_changes_that_fit(shape, run, room), NUM_CHANGES))
     remedy = f"Set {', or '.join(changes)}" if changes else "No single change would fit: use a smaller model"
     return (
@@ -232,15 +254,26 @@ def _changes(shape: ModelShape, run: LearnerRun, room: Room) -> Iterator[tuple[s
 
 
 def _smaller_servers(shape: ModelShape, run: LearnerRun, room: Room) -> Iterator[tuple[str, LearnerRun, Room]]:
-    """Yield a smaller share of a GPU for a server that uses it too."""
+    """Yield a smaller KV cache, or share of a GPU, for a server that uses it too."""
     if room.device_gib > ALMOST_FREE * room.device_total_gib:
         return
-    for percent in range(85, 5, -5):
-        roomier = msgspec.structs.replace(room, device_gib=room.device_total_gib * (1 - percent / 100))
-        if roomier.device_gib > room.device_gib and find_plan(shape, run, roomier) is not None:
-            key = "server.gpu_memory_utilization"
-            yield f"{key} = {percent / 100:g}, if a server uses the same GPU", run, roomier
+    for text, smaller in _smaller(room.servers or ServersOnGpu()):
+        left = room.device_total_gib - gib_of_servers(smaller, shape, run, room)
+        roomier = msgspec.structs.replace(room, device_gib=left)
+        if left > room.device_gib and find_plan(shape, run, roomier) is not None:
+            yield text if room.servers else f"{text}, if a server uses the same GPU", run, roomier
             return
+
+
+def _smaller(servers: ServersOnGpu) -> Iterator[tuple[str, ServersOnGpu]]:
+    if (kv_mib := servers.kv_cache_memory_mib) is not None:
+        while (kv_mib := kv_mib // 2) >= MIN_KV_MIB:
+            changed = msgspec.structs.replace(servers, kv_cache_memory_mib=kv_mib)
+            yield f"server.kv_cache_memory_mib = {kv_mib}", changed
+        return
+    for percent in range(85, 5, -5):
+        changed = msgspec.structs.replace(servers, gpu_memory_utilization=percent / 100)
+        yield f"server.gpu_memory_utilization = {percent / 100:g}", changed
 
 
 def _more_ranks(shape: ModelShape, run: LearnerRun, room: Room) -> Iterator[tuple[str, LearnerRun, Room]]:

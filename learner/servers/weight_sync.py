@@ -18,9 +18,11 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from functools import partial
 
 import msgspec
+import torch
 
 from learner.config import WeightSyncConfig
 from learner.servers.fleet import Fleet
@@ -79,6 +81,9 @@ class WeightSync:
         self.sample = self._source.sample
         self._copy = WeightCopy(weights.wire_dtype, weights.copy_device)
         self._thread = ThreadPoolExecutor(1, "push")
+        is_on_gpu = weights.device.type == "cuda"
+        self._stream = torch.cuda.Stream(weights.device) if is_on_gpu else None
+        """Stream of the syncs that `begin` starts. One for all, because each stream has memory of its own."""
         self._pending: Future[PushReport | None] | None = None
         self._report: PushReport | None = None
         """Report of the last sync that `begin` started, until it is taken."""
@@ -127,9 +132,13 @@ class WeightSync:
         # The frozen weights stay in the copy.
         is_copied = self._source.has_adapter and self._copy.is_filled
         self._copy.update(self._source.tensors(version, adapter_alone=is_copied))
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
         def push() -> PushReport | None:
-            report = self._push_until_done(version, self._copied_tensors)
+            # On the stream that trains, each of the sync's kernels and copies would wait for those of the step.
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                report = self._push_until_done(version, self._copied_tensors)
             when_done()
             return report or self.report_of(version)
 

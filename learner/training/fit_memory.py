@@ -1,6 +1,7 @@
 """Fit a run to the memory of its ranks, before the model is loaded.
 
-    free memory of each rank ─▶ least of all ranks: Room ─▶ memory_plan.py ─▶ the run without "auto"
+    free memory of each rank ─▶ least of all ranks, without the part of servers on the same GPU: Room
+        ─▶ memory_plan.py ─▶ the run without "auto"
 
 Invariant: all ranks plan with the same numbers, so they choose the same settings.
 """
@@ -13,8 +14,9 @@ import torch
 from accelerate import Accelerator
 
 from learner.config import LearnerRun
+from learner.config.shared_gpu import ServersOnGpu
 from learner.policy.memory import GIB, describe, kv_bytes_per_token, server_memory
-from learner.policy.memory_plan import Plan, Room, fastest_plan, fits, is_set, make_plan
+from learner.policy.memory_plan import Plan, Room, fastest_plan, fits, is_set, make_plan, room_beside
 from learner.policy.model_shape import ModelShape
 from learner.run_inputs import RunInputs
 from protocol.doctor import dtype_finding, free_memory_bytes
@@ -42,6 +44,8 @@ def fit_memory(run_inputs: RunInputs, accelerator: Accelerator) -> LearnerRun:
         )
     if shape is None:
         return _without_a_shape(run, room)
+    if room.device_type == "cuda" and (servers := ServersOnGpu.of_environment()) is not None:
+        room = room_beside(servers, shape, run, room)
     plan = fastest_plan(shape, run, room) if is_set(run, room) else make_plan(shape, run, room)
     if accelerator.is_main_process:
         _log(shape, plan, room)

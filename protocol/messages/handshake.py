@@ -77,7 +77,8 @@ class Welcome(Message, omit_defaults=True):
     num_workers: int
     dtype: str
     transports: list[str]
-    """Transports that a weight sync may use, as seen from the workers."""
+    """Transports that a weight sync may use, as seen from the workers: "tcp", or with a version that both sides
+    must share, "nccl 2.29.7"."""
     devices: list[str]
     """Device of each worker: "cpu" or "<host>/<id of the GPU>"."""
     max_model_len: int

@@ -73,6 +73,14 @@ class Collective(ABC):
         return None
 
     @classmethod
+    def version(cls) -> str:
+        """Return the version of its library, if it connects only equal ones. Empty: it has none.
+
+        Call it only where `why_not_here` returns None.
+        """
+        return ""
+
+    @classmethod
     def obstacle(cls, devices: Sequence[str], is_explicit: bool) -> str | None:
         """Return why it cannot connect these devices, or None if it can. `is_explicit` is false for "auto"."""
         return None

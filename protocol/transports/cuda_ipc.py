@@ -86,11 +86,16 @@ class GpuMemory:
     """GPU operations of the exchange: lend, open, wait, take back."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device, self._idle = device, torch.cuda.Stream(device)
 
     def lend(self, tensor: torch.Tensor) -> TensorHandle:
+        """Return a handle of the tensor's storage, whose contents must be complete.
+
+        The borrower waits for the event that torch records on the current stream, which may be the one that trains.
+        """
         storage = tensor.untyped_storage()
-        _, allocation, size, offset, ref_counter, ref_counter_offset, event, event_sync = storage._share_cuda_()
+        with torch.cuda.stream(self._idle):
+            _, allocation, size, offset, ref_counter, ref_counter_offset, event, event_sync = storage._share_cuda_()
         return TensorHandle(
             allocation=allocation, storage_bytes=size, storage_offset_bytes=offset,
             ref_counter=ref_counter, ref_counter_offset=ref_counter_offset, event=event, event_sync_required=event_sync,

@@ -135,10 +135,12 @@ def ranks_may_share_a_gpu() -> bool:
 
     This needs NCCL 2.30.3 or newer, and NCCL_MULTI_RANK_GPU_ENABLE=1 on both sides.
     """
-    if os.environ.get(SHARED_GPU_SWITCH) != "1":
-        return False
+    return os.environ.get(SHARED_GPU_SWITCH) == "1" and _version() >= SHARED_GPU_SINCE
+
+
+def _version() -> tuple[int, int, int]:
     code = _bindings().get_version()
-    return (code // 10_000, code // 100 % 100, code % 100) >= SHARED_GPU_SINCE
+    return code // 10_000, code // 100 % 100, code % 100
 
 
 def _bindings() -> Any:
@@ -223,6 +225,10 @@ class NcclCollective(Collective):
     @classmethod
     def why_not_here(cls) -> str | None:
         return why_not_installed()
+
+    @classmethod
+    def version(cls) -> str:
+        return ".".join(map(str, _version()))
 
     @classmethod
     def obstacle(cls, devices: Sequence[str], is_explicit: bool) -> str | None:

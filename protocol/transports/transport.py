@@ -27,10 +27,20 @@ def own_device_name(device: torch.device) -> str:
 def offered_transports() -> list[str]:
     """Return the transports that a weight sync may use, as seen from this process.
 
-    A process that will fork must not call it, because it searches for a GPU.
+    The version follows where only equal ones connect: "nccl 2.29.7". A process that will fork must not call it,
+    because it searches for a GPU.
     """
     has_gpu, transports = torch.cuda.is_available(), {name: load_transport(name) for name in TRANSPORTS}
-    return [name for name, it in transports.items() if (has_gpu or not it.between_gpus) and it.why_not_here() is None]
+    return [
+        f"{name} {transport.version()}".rstrip()
+        for name, transport in transports.items()
+        if (has_gpu or not transport.between_gpus) and transport.why_not_here() is None
+    ]
+
+
+def find_offer(name: str, offered: Sequence[str]) -> str | None:
+    """Return the entry of `offered_transports` for a transport, or None if it is not offered."""
+    return next((entry for entry in offered if entry.partition(" ")[0] == name), None)
 
 
 def choose_transport(
@@ -85,9 +95,13 @@ def _obstacle(
     name: str, devices: Sequence[str], offers: Mapping[str, Sequence[str]], *, is_explicit: bool = False
 ) -> str | None:
     transport = load_transport(name)
-    for side, offered in offers.items():
-        if name not in offered:
+    entries = {side: find_offer(name, offered) for side, offered in offers.items()}
+    for side, entry in entries.items():
+        if entry is None:
             return f"the {side} does not offer {name}, which needs {transport.needs()}"
     if transport.between_gpus and CPU in devices:
         return "it works only between GPUs"
+    if len({*entries.values()}) > 1:
+        versions = " and ".join(f"the {side} has {entry}" for side, entry in entries.items())
+        return f"{versions}: only equal versions connect, so install the same torch on both sides"
     return transport.obstacle(devices, is_explicit)

@@ -10,8 +10,9 @@ import pytest
 
 from deploy import colocate
 from deploy.arguments import Launch, adapter_flags, evaluation_flags, flags_by_section
-from deploy.colocate import one_sided_note, shared_gpu_note, with_cores, with_gpus
+from deploy.colocate import one_sided_note, servers_on_learner_gpu, shared_gpu_note, with_cores, with_gpus
 from deploy.placement import DeployConfig, rank_places, reference_place, server_places
+from learner.config.shared_gpu import ServersOnGpu
 from protocol.errors import ConfigError
 from protocol.hardware import has_gpu
 from tests.deploy.node import a_learner, a_server
@@ -87,18 +88,39 @@ def test_no_process_beside_the_server_of_a_reference_is_left_without_a_gpu(
     assert tuple(seen) == expected
 
 
-def test_a_server_that_would_measure_the_gpu_it_shares_with_the_learner_is_warned_of(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("deploy", "num_servers", "num_shards"),
+    [
+        ({}, 1, 2),
+        ({"server_gpus": ((0, 1),), "learner_gpus": (2,)}, 0, 0),
+        ({"server_gpus": ((0, 1),), "learner_gpus": (1,)}, 1, 2),
+        ({"server_gpus": ((0,), (1,)), "learner_gpus": (1, 2)}, 1, 1),
+        ({"server_gpus": ((0, 1),)}, 0, 0),  # the learner sees no GPU
+        ({"reference_model": "teacher"}, 2, 2),
+        ({"reference_model": "teacher", "reference_gpus": (1,)}, 1, 2),
+        ({"reference_model": "teacher", "reference_gpus": (2,), "server_gpus": ((0,),), "learner_gpus": (2,)}, 1, 1),
+    ],
+)
+def test_a_learner_gets_the_servers_that_use_its_gpu(
+    monkeypatch: pytest.MonkeyPatch, deploy: dict, num_servers: int, num_shards: int
 ) -> None:
+    config, run = DeployConfig(**deploy), a_server(kv_cache_memory_mib=1024, tensor_parallel_size=2)
     monkeypatch.setattr(colocate, "has_gpu", lambda: True)
-    measuring = a_server(kv_cache_memory_mib=None)
-    note = shared_gpu_note(DeployConfig(), measuring)
-    assert note and "takes 90%" in note and "server.kv_cache_memory_mib" in note and "deploy.server_gpus" in note
-    assert shared_gpu_note(DeployConfig(), a_server(kv_cache_memory_mib=1024)) is None
-    assert shared_gpu_note(DeployConfig(server_gpus=((0,),), learner_gpus=(1,)), measuring) is None
-    assert shared_gpu_note(DeployConfig(server_gpus=((0,),), learner_gpus=(0,)), measuring) == note
+    found = servers_on_learner_gpu(config, run)
+    assert (found and (found.num_servers, found.num_shards)) == ((num_servers, num_shards) if num_servers else None)
+    if found is not None:
+        for name, value in found.environment().items():
+            monkeypatch.setenv(name, value)
+        assert ServersOnGpu.of_environment() == found and found.kv_cache_memory_mib == 1024
     monkeypatch.setattr(colocate, "has_gpu", lambda: False)
-    assert shared_gpu_note(DeployConfig(), measuring) is None
+    assert servers_on_learner_gpu(config, run) is None
+
+
+def test_a_server_that_would_measure_the_gpu_it_shares_with_the_learner_is_warned_of() -> None:
+    note = shared_gpu_note(ServersOnGpu())
+    assert note and "takes 90%" in note and "server.kv_cache_memory_mib" in note and "deploy.server_gpus" in note
+    assert shared_gpu_note(ServersOnGpu(kv_cache_memory_mib=1024)) is None
+    assert shared_gpu_note(None) is None
 
 
 def test_a_side_that_sees_no_gpu_because_only_the_other_has_some_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +171,10 @@ def test_several_ranks_know_each_other_and_only_a_learner_that_was_started_is_re
     config = DeployConfig(learner_cores=((0,), (1,)))
     run = msgspec.structs.replace(a_learner(), run_dir=str(tmp_path))
     launch = Launch(config=config, server_run=a_server(), learner_run=run, server=(), learner=(), resume=False)
-    node = colocate.Node(config=config, launch=launch, logs=tmp_path, server=("server",), learner=("learner",))
+    node = colocate.Node(
+        config=config, launch=launch, logs=tmp_path, server=("server",), learner=("learner",),
+        learner_environment={"A": "1"},
+    )  # fmt: skip
     node.start_learner(again=False)
     node.start_learner(again=True)
     (tmp_path / "config.toml").touch()
@@ -159,7 +184,10 @@ def test_several_ranks_know_each_other_and_only_a_learner_that_was_started_is_re
     assert [("--resume" in command) for command in commands] == [False] * 4 + [True] * 2
     ports = [environment["MASTER_PORT"] for _, _, environment, _ in started]
     assert ports[0] == ports[1] != ports[2] == ports[3]
-    assert [name for name, *_ in started[:2]] == ["learner0", "learner1"]
+    assert [(name, environment["A"]) for name, _, environment, _ in started[:2]] == [
+        ("learner0", "1"),
+        ("learner1", "1"),
+    ]
     assert started[0][3] == tmp_path / "learner0.log"
 
 

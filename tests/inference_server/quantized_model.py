@@ -33,7 +33,7 @@ def write(out: Path, method: str, dtype: str, kv_cache_dtype: str, models: Seque
         kv_cache_memory_bytes=64 << 20, block_size=32, max_num_seqs=4,
     )  # fmt: skip
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
-    model = worker.model_runner.model
+    model = worker.model_runner.get_model()
     places = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     for path in models[1:]:
         tensors = sorted(load_file(path / "model.safetensors").items())

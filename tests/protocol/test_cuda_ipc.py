@@ -5,8 +5,11 @@ import gc
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,6 +20,7 @@ from protocol.transports import cuda_ipc
 from protocol.transports.cuda_ipc import (
     HEADER_BYTES,
     MAX_OPEN_STORAGES,
+    GpuMemory,
     TensorHandle,
     decode_handle,
     encode_handle,
@@ -102,6 +106,26 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> ScriptedMemory:
 
 def bucket(num_bytes: int, seed: int) -> torch.Tensor:
     return torch.randint(256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def test_a_loan_is_not_ordered_after_the_stream_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams, lent_on = ["the stream that trains"], list[str]()
+
+    @contextmanager
+    def selected(stream: str) -> Iterator[None]:
+        streams.append(stream)
+        yield
+        streams.pop()
+
+    def share_cuda() -> tuple:
+        lent_on.append(streams[-1])  # where torch records the event that the borrower waits for
+        return 0, bytes(66), 4096, 0, b"/torch_1_2", 3, bytes(64), True
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "an idle stream")
+    monkeypatch.setattr(torch.cuda, "stream", selected)
+    storage = SimpleNamespace(_share_cuda_=share_cuda)
+    tensor: Any = SimpleNamespace(untyped_storage=lambda: storage, storage_offset=lambda: 0, nbytes=4000)
+    assert GpuMemory(torch.device("cuda")).lend(tensor).num_bytes == 4000 and lent_on == ["an idle stream"]
 
 
 def test_every_rank_gets_the_bytes_of_rank_0_and_a_storage_is_lent_and_opened_once(memory: ScriptedMemory) -> None:

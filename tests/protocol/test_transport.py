@@ -11,6 +11,8 @@ from protocol.transports.transport import choose_transport, offered_transports, 
 ALL = ["tcp", "ipc", "nccl"]
 NO_CUPY = ["tcp", "ipc"]
 NO_IPC = ["tcp", "nccl"]
+TORCH_213 = ["tcp", "ipc", "nccl 2.29.7"]
+TORCH_214 = ["tcp", "ipc", "nccl 2.30.7"]
 
 
 @pytest.mark.parametrize(
@@ -22,6 +24,8 @@ NO_IPC = ["tcp", "nccl"]
         ("auto", "a/1", ["a/2"], ALL, ALL, "nccl"),
         ("auto", "a/1", ["b/2", "b/3"], ALL, ALL, "nccl"),
         ("auto", "a/1", ["a/2"], NO_CUPY, ALL, "tcp"),
+        ("auto", "a/1", ["a/2"], TORCH_214, TORCH_214, "nccl"),
+        ("auto", "a/1", ["a/2"], TORCH_214, TORCH_213, "tcp"),
         ("auto", "a/1", ["a/1"], NO_IPC, ALL, "tcp"),  # expandable segments on one GPU
         ("auto", "a/1", ["a/1", "a/2"], ALL, ALL, "tcp"),  # neither all on one GPU nor each on its own
         ("auto", "a/1", ["a/2", "a/2"], ALL, ALL, "tcp"),
@@ -44,9 +48,11 @@ def test_the_choice(wanted, learner, workers, learner_has, server_has, chosen) -
         ("nccl", "a/1", ["a/2"], NO_CUPY, ALL, r"the learner does not offer nccl, .*pip install .*\[nccl\]"),
         ("nccl", "a/1", ["a/2"], ALL, NO_CUPY, r"the server does not offer nccl, .*pip install .*\[nccl\]"),
         ("nccl", "a/1", ["a/1"], ALL, ALL, "share a GPU, which needs NCCL 2.30.3 .* NCCL_MULTI_RANK_GPU_ENABLE=1"),
+        ("nccl", "a/1", ["a/2"], TORCH_214, TORCH_213,
+            r"the learner has nccl 2\.30\.7 and the server has nccl 2\.29\.7: .* install the same torch on both sides"),
         ("tcp", "cpu", ["cpu"], ALL, ["ipc"], "the server does not offer tcp, which needs slipstream-rl on both"),
     ],
-)
+)  # fmt: skip
 def test_what_is_impossible_is_refused(wanted, learner, workers, learner_has, server_has, reason) -> None:
     offers = {"learner_transports": learner_has, "server_transports": server_has}
     where = f"The learner computes on {learner}, the server's workers on {workers[0]}; set learner.weight_sync.tran"
@@ -72,9 +78,11 @@ def test_gpus_that_are_joined_over_their_cpus_are_reported_with_the_reason(caplo
         choose_transport("auto", "a/1", ["cpu"], learner_transports=ALL, server_transports=["tcp"])
         assert not caplog.messages
         choose_transport("auto", "a/1", ["a/2"], learner_transports=ALL, server_transports=["tcp"])
-    (message,) = caplog.messages
+        choose_transport("auto", "a/1", ["a/2"], learner_transports=TORCH_214, server_transports=TORCH_213)
+    message, of_versions = caplog.messages
     assert "ipc is not possible because the server does not offer ipc" in message
     assert "nccl is not possible because the server does not offer nccl" in message
+    assert "because the learner has nccl 2.30.7 and the server has nccl 2.29.7: only equal" in of_versions
 
 
 def test_a_cpu_offers_tcp_and_has_no_host_in_its_name() -> None:

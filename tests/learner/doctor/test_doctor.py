@@ -263,6 +263,14 @@ def test_gpus_with_a_cpu_transport_are_a_problem_with_the_fitting_transport_as_r
     assert ("over the CPUs: ipc is not possible because" in found.text) == (flag == "auto" and verdict == "problem")
 
 
+def test_different_nccl_versions_are_a_problem_that_names_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("learner.doctor.doctor.offered_transports", lambda: ["tcp", "nccl 2.30.7"])
+    monkeypatch.setattr("learner.doctor.doctor.own_device_name", lambda device: "a/1")
+    found = transport(run_at(NOBODY, tmp_path), info(transports=["tcp", "nccl 2.29.7"], devices=["a/2"]))
+    assert found.verdict == "problem" and "weights are sent with tcp, over the CPUs" in found.text
+    assert "the learner has nccl 2.30.7 and the server has nccl 2.29.7" in found.text
+
+
 def test_a_link_that_is_too_slow_for_a_bucket_is_reported() -> None:
     push, mib = WeightSyncConfig(bucket_mib=256, timeout_s=60), 1 << 20
     slow = str(doctor.fast_enough(4 * mib, None, push))

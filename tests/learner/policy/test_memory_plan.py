@@ -8,8 +8,9 @@ import pytest
 from transformers import PretrainedConfig
 
 from learner.config import LearnerRun
+from learner.config.shared_gpu import ServersOnGpu
 from learner.policy.memory import learner_memory
-from learner.policy.memory_plan import MARGIN, Room, fits, make_plan
+from learner.policy.memory_plan import MARGIN, Room, fits, make_plan, room_beside
 from learner.policy.model_shape import ModelShape, shape_of
 from protocol.errors import ConfigError
 from tests.learner.policy.shapes import MOE_30B, QWEN_1_5B, QWEN_7B, QWEN_32B, QWEN_HALF_B
@@ -174,3 +175,34 @@ def test_what_does_not_fit_is_refused_with_the_smallest_changes_that_would(
     message = refusal(run_of(**learner), room, config)
     assert advice in message
     assert f"{room.device_gib:.1f} GiB on the GPU and {room.host_gib:.1f} GiB of host memory are free" in message
+
+
+@pytest.mark.parametrize(
+    ("servers", "free", "left"),
+    [
+        # 0.92 GiB of weights, 0.75 of buckets, 2 for CUDA and a step
+        (ServersOnGpu(kv_cache_memory_mib=12288), 23.5, 24 - 12 - 3.67),
+        (ServersOnGpu(kv_cache_memory_mib=12288), 6.0, 6.0),  # the server has started before
+        (ServersOnGpu(kv_cache_memory_mib=4096, num_servers=2), 23.5, 24 - 2 * (4 + 3.67)),
+        (ServersOnGpu(kv_cache_memory_mib=12288, num_shards=2), 23.5, 24 - 12 - 3.67 + 0.46),
+        (ServersOnGpu(gpu_memory_utilization=0.6), 23.5, 24 * 0.4),
+        (ServersOnGpu(kv_cache_memory_mib=40960), 23.5, 0.0),
+    ],
+)
+def test_servers_on_the_same_gpu_take_their_part_before_they_have_allocated_it(
+    servers: ServersOnGpu, free: float, left: float
+) -> None:
+    shape, room = shape_of(QWEN_HALF_B), Room(device_gib=free, device_total_gib=24.0, host_gib=60.0)
+    beside = room_beside(servers, shape, run_of(), room)
+    assert beside.device_gib == pytest.approx(left, abs=0.02)
+    if left > 8:
+        assert make_plan(shape, run_of(), beside).memory.device_gib <= MARGIN * left
+        assert make_plan(shape, run_of(), room).memory.device_gib > left
+
+
+def test_a_smaller_kv_cache_is_advised_where_the_server_leaves_too_little() -> None:
+    shape, room = shape_of(QWEN_1_5B), Room(device_gib=31.5, device_total_gib=32.0, host_gib=60.0)
+    message = refusal(run_of(), room_beside(ServersOnGpu(kv_cache_memory_mib=12288), shape, run_of(), room), QWEN_1_5B)
+    assert "next to its servers' 17.6 GiB" in message and "Set server.kv_cache_memory_mib = 6144, or" in message
+    smaller = room_beside(ServersOnGpu(kv_cache_memory_mib=6144), shape, run_of(), room)
+    assert make_plan(shape, run_of(), smaller).memory.device_gib <= MARGIN * smaller.device_gib

@@ -8,13 +8,15 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
 import torch
 
 from inference_server.engine.interface import EngineFailed, PushOrder, WorkerReport
+from learner.config import WeightSyncConfig
 from learner.servers.fleet import Fleet
 from learner.servers.membership import Member
 from learner.servers.weight_sync import WeightSync
@@ -177,6 +179,41 @@ def test_a_sync_beside_the_next_step_sends_the_weights_as_they_were(tmp_path: Pa
         engine.may_receive.set()
         sync.wait()
         assert done == [1] and sync.pop_report() is not None and value_at(engine) == 1
+
+
+def test_a_sync_beside_the_next_step_uses_a_stream_of_its_own_after_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the stream that trains, each bucket would wait for the step's kernels, while generation is paused."""
+    events = list[str]()
+
+    class Stream:
+        device = torch.device("cuda")
+
+        def wait_stream(self, other: str) -> None:
+            events.append(f"{threading.current_thread().name}: wait for {other}")
+
+    @contextmanager
+    def selected(stream: Stream) -> Iterator[None]:
+        events.append(f"{threading.current_thread().name[:4]}: enter")
+        yield
+        events.append("leave")
+
+    def push(*_: object) -> None:
+        events.append("sync")
+
+    weights: Any = Weights()
+    weights.device = Stream.device
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "stream", selected)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the stream that trains")
+    sync = WeightSync(cast(Any, SimpleNamespace(loop=None, on_wait=lambda: None)), weights, WeightSyncConfig())
+    monkeypatch.setattr(sync, "_push_until_done", push)
+    monkeypatch.setattr(sync._copy, "update", lambda tensors: events.append("copy"))
+    with closing(sync):
+        for version in (1, 2):
+            sync.begin(version, lambda: None)
+            sync.wait()
+    of_one = ["copy", "MainThread: wait for the stream that trains", "push: enter", "sync", "leave"]
+    assert events == 2 * of_one
 
 
 def test_a_sync_that_fails_is_tried_again_in_a_new_session(tmp_path: Path) -> None:
