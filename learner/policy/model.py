@@ -37,6 +37,8 @@ from protocol.model_files import weight_files
 MARK = "dtype_of_passes"
 INITIALIZED = "_is_hf_initialized"
 """Mark of transformers on modules and tensors whose values it keeps."""
+ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
+"""Names of the biases that choose a token's experts. They have no gradient, and are float32 at the server."""
 
 
 def load_policy(
@@ -54,8 +56,9 @@ def load_policy(
     token. Trained weights must be float32: optimizer steps at RL learning rates vanish in bfloat16. A
     multimodal checkpoint yields its text tower.
 
-    `attn_implementation` is one of transformers'; None: its choice. `max_model_len` is the server's; None:
-    what vLLM derives. `on_meta`: without its weights (sharded_loading.py), but with all else.
+    `dtype` is that of all weights except ROUTER_BIASES. `attn_implementation` is one of transformers'; None: its
+    choice. `max_model_len` is the server's; None: what vLLM derives. `on_meta`: without its weights
+    (sharded_loading.py), but with all else.
 
     Raises:
         ConfigError: The model cannot be trained, or not with these arguments.
@@ -65,6 +68,8 @@ def load_policy(
     _check_trainable(config, path)
     check_rope(config, max_model_len)
     _switch_off_dropout(config)
+    kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    kind._keep_in_fp32_modules_strict = {*(kind._keep_in_fp32_modules_strict or ()), *ROUTER_BIASES}
     try:
         if on_meta:
             model = _load_on_meta(path, config, dtype, attn_implementation)
@@ -79,6 +84,7 @@ def load_policy(
             f'learner.attn_implementation = "{attn_implementation}" does not work with model {path}: {error}. Set it '
             'to "packed", "sdpa" or "eager"'
         ) from error
+    _make_buffers_of_router_biases(model)
     pin_rope(model, max_model_len)
     if gradient_checkpointing:
         checkpoint_layers(model)
@@ -126,6 +132,14 @@ def _make_buffers(model: PreTrainedModel) -> None:
         if tensor.is_meta:
             setattr(tensor, INITIALIZED, True)
     model.initialize_weights()
+
+
+def _make_buffers_of_router_biases(model: PreTrainedModel) -> None:
+    """Make the biases buffers where they are parameters, which passes cast and transformers unfreezes as it loads."""
+    for module in model.modules():
+        for name in module._parameters.keys() & set(ROUTER_BIASES):
+            parameter = module._parameters.pop(name)
+            module.register_buffer(name, cast(nn.Parameter, parameter).detach())
 
 
 def load_config(path: Path) -> PreTrainedConfig:

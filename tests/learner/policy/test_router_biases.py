@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from learner.policy.model import load_policy
+from learner.policy.model import compute_in, load_policy
 from learner.policy.published import PublishedPolicy
 from learner.publishing.export import write_model
 from learner.servers.weight_copy import WeightCopy
@@ -21,7 +21,8 @@ from protocol.weights.buckets import NamedTensors, make_manifest
 from tests.learner.publishing.finished_run import reduce_to_model, start, train
 from tests.sweep.families import tiny_config, tiny_model
 
-FAMILIES = ["deepseek_v3", "minimax_m2", "lfm2_moe"]
+FAMILIES = ["deepseek_v3", "minimax_m2", "lfm2_moe", "afmoe", "ernie4_5_moe", "laguna"]
+"""The last three have them as parameters, and only two of all ask transformers to load them in float32."""
 BIASES = ("e_score_correction_bias", "expert_bias")
 
 
@@ -47,12 +48,17 @@ def assert_exact(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert not torch.equal(tensor, tensor.bfloat16().float())
 
 
+@pytest.mark.parametrize("loaded_in", [torch.float32, torch.bfloat16], ids=["all", "lora"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_sync_in_bfloat16_sends_router_biases_in_float32(
-    accelerator: Accelerator, tmp_path: Path, family: str
+def test_passes_and_syncs_in_bfloat16_have_router_biases_in_float32(
+    accelerator: Accelerator, tmp_path: Path, family: str, loaded_in: torch.dtype
 ) -> None:
     expected = save_model(family, tmp_path)
-    published = PublishedPolicy(accelerator, load_policy(tmp_path, gradient_checkpointing=False), torch.bfloat16)
+    policy = load_policy(tmp_path, gradient_checkpointing=False, dtype=loaded_in)
+    compute_in(torch.bfloat16, policy)
+    policy(torch.arange(3, 15)[None], use_cache=False)
+    assert sum(name.endswith(BIASES) for name, _ in policy.named_buffers()) == len(expected)
+    published = PublishedPolicy(accelerator, policy, torch.bfloat16)
     manifest = make_manifest(published.tensors(), published.wire_dtype, 1 << 20)
     assert {spec.name for spec in manifest.tensors if spec.dtype != "bfloat16"} == expected.keys()
     copy = WeightCopy(published.wire_dtype, published.copy_device)
