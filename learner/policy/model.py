@@ -37,6 +37,7 @@ from protocol.model_files import weight_files
 MARK = "dtype_of_passes"
 INITIALIZED = "_is_hf_initialized"
 """Mark of transformers on modules and tensors whose values it keeps."""
+UNREAD_OUTPUTS = ("output_router_logits", "output_hidden_states", "_output_attentions")
 ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
 """Names of the biases that choose a token's experts. They have no gradient, and are float32 at the server."""
 
@@ -67,7 +68,7 @@ def load_policy(
     config = load_config(path)
     _check_trainable(config, path)
     check_rope(config, max_model_len)
-    _switch_off_dropout(config)
+    _switch_off(config)
     kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
     kind._keep_in_fp32_modules_strict = {*(kind._keep_in_fp32_modules_strict or ()), *ROUTER_BIASES}
     try:
@@ -154,14 +155,18 @@ def load_config(path: Path) -> PreTrainedConfig:
         raise ConfigError(f"model: {path}/config.json is incomplete: {error.args[0]}. Complete the file") from error
 
 
-def _switch_off_dropout(config: PreTrainedConfig) -> None:
-    """Set dropout to 0, under all its names, in a config and all configs in it.
+def _switch_off(config: PreTrainedConfig) -> None:
+    """Switch off dropout, under all its names, and outputs that nothing reads, in a config and all configs in it.
 
-    Layers with gradient checkpointing are in training mode, so evaluation mode does not switch it off.
+    Layers with gradient checkpointing are in training mode, so evaluation mode does not switch off dropout. From the
+    routers' logits, which training with an auxiliary loss leaves on, transformers computes that loss in every pass. It
+    fails where the last layer is cut.
     """
     for key, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
-            _switch_off_dropout(value)
+            _switch_off(value)
+        elif key in UNREAD_OUTPUTS:
+            setattr(config, key, False)
         elif "drop" in key and isinstance(value, float | int) and not isinstance(value, bool):
             setattr(config, key, type(value)(0))  # some configs check the type
 
