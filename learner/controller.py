@@ -178,9 +178,8 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             self.evaluations.begin_run()
         self.run_dir.begin()
         self.fleet.is_over = False
-        if self.is_quantized:
-            run = self.run_inputs.run
-            log_correction(run, has_ratio=has_ratio(run.learner.loss.objective))
+        run = self.run_inputs.run
+        log_correction(run, is_quantized=self.is_quantized, has_ratio=has_ratio(run.learner.loss.objective))
         log.info("parity: mean |Δ logprob| = %.1e between server and learner", mismatch)
         self.publish(version)
         self.log.start_clock()

@@ -65,7 +65,7 @@ class OffPolicyCorrectionConfig(Section):
         unmet_needs = {}
         if self.anchor_used == "behavior":
             unmet_needs["proximal"] = 'anchor = "proximal"'
-        if self.weight_used == "none":
+        if self.weight == "none":  # "auto" may truncate
             others = ("granularity", "max_weight", "min_weight", "weighted_completions")
             unmet_needs |= dict.fromkeys(others, 'weight = "truncate" or "mask"')
         if self.max_token_staleness is None:

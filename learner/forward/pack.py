@@ -139,8 +139,34 @@ def pack_trees(trees: Sequence[Sequence[Group]], device: torch.device) -> Pack:
 
 
 def runs_of(prompts: Sequence[np.ndarray]) -> list[TokenRun]:
-    """Return the root runs of prompts, which are identified by index."""
-    return _runs(prompts, range(len(prompts)), 0, 0)
+    """Return the root runs of prompts, which are identified by index.
+
+    No function here calls itself: an episode may have more nested branches than Python allows calls.
+    """
+    roots: list[TokenRun] = []
+    pending = [(alike, 0, roots) for alike in _by_next(prompts, range(len(prompts)), 0)]
+    pending.reverse()
+    while pending:
+        members, start, siblings = pending.pop()
+        first = members[0]
+        end = min(common_length(prompts[first], prompts[member]) for member in members)
+        ends = [member for member in members if len(prompts[member]) == end]
+        longer = [member for member in members if len(prompts[member]) > end]
+        if end - start >= MIN_SHARED or not longer:
+            siblings.append(run := TokenRun(start, end, first, ends, []))
+            start, siblings = end, run.goes_on
+        elif ends:
+            siblings.append(TokenRun(start, end, ends[0], ends, []))
+        pending += [(alike, start, siblings) for alike in reversed(_by_next(prompts, longer, end))]
+    return roots
+
+
+def _by_next(prompts: Sequence[np.ndarray], members: Sequence[int], position: int) -> list[list[int]]:
+    """Return the prompts grouped by their token at `position`."""
+    alike: dict[int, list[int]] = {}
+    for member in members:
+        alike.setdefault(int(prompts[member][position]), []).append(member)
+    return list(alike.values())
 
 
 def common_length(one: np.ndarray, other: np.ndarray) -> int:
@@ -150,25 +176,6 @@ def common_length(one: np.ndarray, other: np.ndarray) -> int:
     length = min(len(one), len(other))
     differs = np.flatnonzero(one[:length] != other[:length])
     return int(differs[0]) if len(differs) else length
-
-
-def _runs(prompts: Sequence[np.ndarray], members: Sequence[int], start: int, alike_until: int) -> list[TokenRun]:
-    """Return the runs, from `start` on, of prompts that agree up to `alike_until`."""
-    by_next: dict[int, list[int]] = {}
-    for member in members:
-        by_next.setdefault(int(prompts[member][alike_until]), []).append(member)
-    return [run for alike in by_next.values() for run in _shared_runs(prompts, alike, start)]
-
-
-def _shared_runs(prompts: Sequence[np.ndarray], members: list[int], start: int) -> list[TokenRun]:
-    first = members[0]
-    end = min(common_length(prompts[first], prompts[member]) for member in members)
-    ends = [member for member in members if len(prompts[member]) == end]
-    longer = [member for member in members if len(prompts[member]) > end]
-    if end - start >= MIN_SHARED or not longer:
-        return [TokenRun(start, end, first, ends, _runs(prompts, longer, end, end))]
-    alone = [TokenRun(start, end, ends[0], ends, [])] if ends else []
-    return alone + _runs(prompts, longer, start, end)
 
 
 class _Laying:
@@ -182,36 +189,38 @@ class _Laying:
 
     def add(self, sequences: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
         """Add a tree of (prompt, completion) pairs."""
-        self._prompts, self._inputs = [prompt for prompt, _ in sequences], [ids[:-1] for _, ids in sequences]
-        paths: dict[int, tuple[Segment, ...]] = {}
+        prompts, inputs = [prompt for prompt, _ in sequences], [ids[:-1] for _, ids in sequences]
+        runs = _depth_first(runs_of(prompts))
+        num_rows = [run.end - run.start + sum(len(inputs[place]) for place in run.ends) for run, _ in runs]
+        for place in reversed(range(len(runs))):
+            if (parent := runs[place][1]) is not None:
+                num_rows[parent] += num_rows[place]
         start = self.segments[-1].end if self.segments else 0
-        for run in runs_of(self._prompts):
-            start = self._lay(run, start, (), paths)
+        paths_of_runs: list[tuple[Segment, ...]] = []
+        paths: dict[int, tuple[Segment, ...]] = {}
+        for (run, parent), rows in zip(runs, num_rows, strict=True):
+            segment = Segment(start, run.end - run.start, run.start, start + rows)
+            path = (*(() if parent is None else paths_of_runs[parent]), segment)
+            paths_of_runs.append(path)
+            start = self._append(segment, prompts[run.of][run.start : run.end])
+            for place in run.ends:
+                leaf = Segment(start, len(inputs[place]), run.end, start + len(inputs[place]))
+                paths[place] = (*path, leaf)
+                start = self._append(leaf, inputs[place])
         self.paths_B += [paths[place] for place in range(len(sequences))]
 
-    def _lay(
-        self, run: TokenRun, start: int, before: tuple[Segment, ...], paths: dict[int, tuple[Segment, ...]]
-    ) -> int:
-        """Lay out a run and everything that continues it; return the next free row."""
-        segment = Segment(start, run.end - run.start, run.start, start + self._num_rows(run))
-        path = (*before, segment)
-        self._append(segment, self._prompts[run.of][run.start : run.end])
-        start = segment.end
-        for place in run.ends:
-            ids = self._inputs[place]
-            leaf = Segment(start, len(ids), run.end, start + len(ids))
-            self._append(leaf, ids)
-            paths[place] = (*path, leaf)
-            start = leaf.end
-        for longer in run.goes_on:
-            start = self._lay(longer, start, path, paths)
-        return start
-
-    def _append(self, segment: Segment, ids: np.ndarray) -> None:
+    def _append(self, segment: Segment, ids: np.ndarray) -> int:
+        """Append a segment; return the next free row."""
         self.segments.append(segment)
         self.inputs.append(ids)
+        return segment.end
 
-    def _num_rows(self, run: TokenRun) -> int:
-        """Return the number of rows of a run and everything that continues it."""
-        of_ends = sum(len(self._inputs[place]) for place in run.ends)
-        return run.end - run.start + of_ends + sum(map(self._num_rows, run.goes_on))
+
+def _depth_first(roots: Sequence[TokenRun]) -> list[tuple[TokenRun, int | None]]:
+    """Return each run before those that continue it, with the place of the run that it continues in this list."""
+    runs: list[tuple[TokenRun, int | None]] = []
+    pending: list[tuple[TokenRun, int | None]] = [(run, None) for run in reversed(roots)]
+    while pending:
+        runs.append(pending.pop())
+        pending += [(longer, len(runs) - 1) for longer in reversed(runs[-1][0].goes_on)]
+    return runs

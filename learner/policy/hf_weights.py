@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -26,9 +27,10 @@ Specs = dict[str, tuple[torch.Size, torch.dtype]]
 def held(policy: PreTrainedModel) -> Tensors:
     """Return the tensors that a checkpoint is made from, without gathering any.
 
-    They are parameters and persistent buffers, layer by layer, tied tensors once. An adapted layer has its
-    base weight, under the name without an adapter.
+    They are parameters and persistent buffers, layer by layer, tied tensors once. Buffers have the type `nn.Buffer`,
+    which a load does not keep. An adapted layer has its base weight, under the name without an adapter.
     """
+    buffers = {id(buffer) for buffer in policy.buffers()}
     left_out = policy._keys_to_ignore_on_save or ()
     tensors = {
         name.replace(".base_layer.", "."): tensor
@@ -39,7 +41,11 @@ def held(policy: PreTrainedModel) -> Tensors:
     for name, tensor in tensors.items():
         if name_of.setdefault(id(tensor), name) in policy.all_tied_weights_keys:
             name_of[id(tensor)] = name  # the name to which the others are tied
-    return {name: tensor for name, tensor in tensors.items() if name_of[id(tensor)] == name}
+    return {
+        name: nn.Buffer(tensor) if id(tensor) in buffers else tensor
+        for name, tensor in tensors.items()
+        if name_of[id(tensor)] == name
+    }
 
 
 class CheckpointNames:

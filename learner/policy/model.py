@@ -37,6 +37,9 @@ from protocol.model_files import weight_files
 MARK = "dtype_of_passes"
 INITIALIZED = "_is_hf_initialized"
 """Mark of transformers on modules and tensors whose values it keeps."""
+UNREAD_OUTPUTS = ("output_router_logits", "output_hidden_states", "_output_attentions")
+ROUTER_BIASES = ("e_score_correction_bias", "expert_bias")
+"""Names of the biases that choose a token's experts. They have no gradient, and are float32 at the server."""
 
 
 def load_policy(
@@ -54,8 +57,9 @@ def load_policy(
     token. Trained weights must be float32: optimizer steps at RL learning rates vanish in bfloat16. A
     multimodal checkpoint yields its text tower.
 
-    `attn_implementation` is one of transformers'; None: its choice. `max_model_len` is the server's; None:
-    what vLLM derives. `on_meta`: without its weights (sharded_loading.py), but with all else.
+    `dtype` is that of all weights except ROUTER_BIASES. `attn_implementation` is one of transformers'; None: its
+    choice. `max_model_len` is the server's; None: what vLLM derives. `on_meta`: without its weights
+    (sharded_loading.py), but with all else.
 
     Raises:
         ConfigError: The model cannot be trained, or not with these arguments.
@@ -64,7 +68,9 @@ def load_policy(
     config = load_config(path)
     _check_trainable(config, path)
     check_rope(config, max_model_len)
-    _switch_off_dropout(config)
+    _switch_off(config)
+    kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    kind._keep_in_fp32_modules_strict = {*(kind._keep_in_fp32_modules_strict or ()), *ROUTER_BIASES}
     try:
         if on_meta:
             model = _load_on_meta(path, config, dtype, attn_implementation)
@@ -79,6 +85,7 @@ def load_policy(
             f'learner.attn_implementation = "{attn_implementation}" does not work with model {path}: {error}. Set it '
             'to "packed", "sdpa" or "eager"'
         ) from error
+    _make_buffers_of_router_biases(model)
     pin_rope(model, max_model_len)
     if gradient_checkpointing:
         checkpoint_layers(model)
@@ -128,6 +135,14 @@ def _make_buffers(model: PreTrainedModel) -> None:
     model.initialize_weights()
 
 
+def _make_buffers_of_router_biases(model: PreTrainedModel) -> None:
+    """Make the biases buffers where they are parameters, which passes cast and transformers unfreezes as it loads."""
+    for module in model.modules():
+        for name in module._parameters.keys() & set(ROUTER_BIASES):
+            parameter = module._parameters.pop(name)
+            module.register_buffer(name, cast(nn.Parameter, parameter).detach())
+
+
 def load_config(path: Path) -> PreTrainedConfig:
     """Load the config of a model.
 
@@ -140,14 +155,18 @@ def load_config(path: Path) -> PreTrainedConfig:
         raise ConfigError(f"model: {path}/config.json is incomplete: {error.args[0]}. Complete the file") from error
 
 
-def _switch_off_dropout(config: PreTrainedConfig) -> None:
-    """Set dropout to 0, under all its names, in a config and all configs in it.
+def _switch_off(config: PreTrainedConfig) -> None:
+    """Switch off dropout, under all its names, and outputs that nothing reads, in a config and all configs in it.
 
-    Layers with gradient checkpointing are in training mode, so evaluation mode does not switch it off.
+    Layers with gradient checkpointing are in training mode, so evaluation mode does not switch off dropout. From the
+    routers' logits, which training with an auxiliary loss leaves on, transformers computes that loss in every pass. It
+    fails where the last layer is cut.
     """
     for key, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
-            _switch_off_dropout(value)
+            _switch_off(value)
+        elif key in UNREAD_OUTPUTS:
+            setattr(config, key, False)
         elif "drop" in key and isinstance(value, float | int) and not isinstance(value, bool):
             setattr(config, key, type(value)(0))  # some configs check the type
 

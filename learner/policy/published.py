@@ -259,7 +259,10 @@ def copy_for_export(published: PublishedPolicy, run: LearnerRun, model_path: Pat
     return Export(
         model_path=model_path,
         dtype=run.dtype,
-        model={name: tensor.detach().to("cpu", dtype, copy=True) for name, tensor in published.tensors()},
+        model={
+            name: tensor.detach().to("cpu", dtype_on_wire(tensor, dtype), copy=True)
+            for name, tensor in published.tensors()
+        },
         keeps_towers=initial_type != policy.config.model_type,
         adapter=_adapter(published) if has_adapter(policy) else None,
         adapter_config=replace(policy.peft_config[ADAPTER_NAME], base_model_name_or_path=run.model)

@@ -10,6 +10,7 @@ unchanged.
 """
 
 import copy
+import json
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +25,8 @@ from protocol.errors import ConfigError
 WITH_ROPE_OF_ITS_OWN = ("minicpm3",)
 """Families with multi-head latent attention for which vLLM does not use DeepSeek's RoPE."""
 DEPENDS_ON_LENGTH = ("longrope", "dynamic")
+SCALES_LLAMA4_ABOVE = 32768
+"""max_model_len above which vLLM scales the queries of Llama 4, whatever its config says."""
 Rope = dict[str, Any]
 """Entries of `rope_parameters`, for the whole model or for one type of its layers."""
 
@@ -54,7 +57,7 @@ def pin_rope(model: Any, max_model_len: int | None) -> None:
 
 
 def check_rope(config: PreTrainedConfig, max_model_len: int | None) -> None:
-    """Raise ConfigError for a RoPE that transformers and vLLM compute differently."""
+    """Raise ConfigError for a RoPE, or scales of queries, that transformers and vLLM compute differently."""
     for layer_type, rope in _ropes(config.get_text_config()):
         if rope["rope_type"] not in (*ROPE_INIT_FUNCTIONS, "default"):
             raise ConfigError(
@@ -118,10 +121,12 @@ def _is_long(config: PreTrainedConfig, rope: Rope, max_model_len: int | None) ->
 def _disagreement(
     config: PreTrainedConfig, layer_type: str | None, rope: Rope, max_model_len: int | None
 ) -> str | None:
-    """Return what vLLM's rotary embeddings do differently, or None.
+    """Return what vLLM does differently to queries and keys by their positions, or None.
 
-    tests/learner/policy/test_rope.py shows that the others are equal.
+    tests/learner/policy/test_rope.py shows that the other rotary embeddings are equal.
     """
+    if problem := _disagreement_of_scales(config, rope, max_model_len):
+        return problem
     if getattr(config, "kv_lora_rank", None) and config.model_type not in WITH_ROPE_OF_ITS_OWN:
         return _disagreement_of_deepseek(rope)
     match rope["rope_type"]:
@@ -143,6 +148,32 @@ def _disagreement(
                     f"vLLM ignores attention_factor and factor, and scales by {by_vllm:.6g} instead of {scaling:.6g}. "
                     "Use a model without them"
                 )
+    return None
+
+
+def _disagreement_of_scales(config: Any, rope: Rope, max_model_len: int | None) -> str | None:
+    """Return what vLLM does differently where a model scales its queries by their positions, or None.
+
+    Ministral 3 has the scale among the parameters of its RoPE, which vLLM does not read.
+    """
+    length = max_model_len or default_max_model_len(config)
+    if rope.get("llama_4_scaling_beta"):
+        longest = rope["original_max_position_embeddings"]
+        scaling = {"beta": rope["llama_4_scaling_beta"], "original_max_position_embeddings": longest}
+        if length > longest and not scaling.items() <= (getattr(config, "llama_4_scaling", None) or {}).items():
+            return (
+                f"vLLM ignores its llama_4_scaling_beta, which scales queries from position {longest} on, but "
+                f"server.max_model_len is {length}{'' if max_model_len else ' unless it is set'}. Set "
+                f'server.max_model_len = {longest}, or add "llama_4_scaling": {json.dumps(scaling)} to its config.json'
+            )
+    if config.model_type == "llama4_text" and length >= config.floor_scale:
+        is_scaled = length > SCALES_LLAMA4_ABOVE
+        if is_scaled != bool(config.attn_temperature_tuning):
+            return (
+                f"vLLM {'scales' if is_scaled else 'does not scale'} the queries of layers without RoPE with a "
+                f'server.max_model_len of {length}, whatever its config says. Set "attn_temperature_tuning": '
+                f"{json.dumps(is_scaled)} in its config.json"
+            )
     return None
 
 

@@ -134,7 +134,7 @@ class ReferenceCopy:
         """Yield the tensors in the order in which they were written, one in memory at a time."""
         with safe_open(self.file, "pt") as stored:
             for name in json.loads(stored.metadata()[ORDER]):
-                yield name, stored.get_tensor(name).to(self.device)
+                yield name, nn.Buffer(stored.get_tensor(name).to(self.device))  # in the wire's dtype already
 
     def frozen_tensors(self) -> NamedTensors:
         """Yield the same: a copy has no adapter."""

@@ -1,7 +1,7 @@
 """Writer of a checkpoint's policy as a plain Hugging Face directory, for transformers, peft and vLLM.
 
     model/ of the checkpoint, in the dtype ─────────────▶ copied ─┐
-    model/ in float32 ──────────────────────────────────▶ cast ───┼─▶ safetensors, configs, tokenizer, chat template
+    model/ in float32 ───────────────▶ the policy ─▶ cast ────────┼─▶ safetensors, configs, tokenizer, chat template
     trained/ and the files of `model` ─▶ the policy ─▶ merged ────┘
     adapter/, or A and B in trained/ ───────────────────────────────▶ adapter in peft's form
 
@@ -22,6 +22,7 @@ import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 from learner.config import LearnerRun
 from learner.policy.lora import add_adapter
@@ -31,7 +32,7 @@ from learner.policy.shards import Tensors, read_policy
 from learner.run_inputs import digest_model
 from learner.storage.checkpoint import TRAINED, require_same_model
 from protocol.errors import ConfigError, SlipstreamError
-from protocol.model_files import resolve_model, weight_files
+from protocol.model_files import resolve_model
 
 Form = Literal["model", "adapter"]
 
@@ -83,7 +84,7 @@ def write_model(run: LearnerRun, checkpoint: Path, dtype: str, directory: Path) 
             f"--dtype {dtype}: {checkpoint} is one of the best checkpoints, which keep only their model, in "
             f"{run.dtype}; omit --dtype, or export one of the newest checkpoints (learner.checkpoint.keep_last)"
         )
-    export = _cast(exported, dtype) if has_model and run.dtype == "float32" else rebuilt(run, checkpoint, dtype)
+    export = loaded(run, exported, dtype) if has_model and run.dtype == "float32" else rebuilt(run, checkpoint, dtype)
     _require_finite(export.model, dtype)
     export.write_model(directory)
 
@@ -134,18 +135,18 @@ def rebuilt(run: LearnerRun, checkpoint: Path, dtype: str) -> Export:
         read_policy(policy, checkpoint / TRAINED)
     except (OSError, RuntimeError) as error:
         raise ExportError(f"{checkpoint} cannot be read ({error}); export another checkpoint") from error
+    return _cast(policy, run, model_path, dtype)
+
+
+def loaded(run: LearnerRun, exported: Path, dtype: str) -> Export:
+    """Return the model/ of a checkpoint, which is in float32, as one in `dtype`."""
+    policy = load_policy(exported, gradient_checkpointing=False, max_model_len=run.server.get("max_model_len"))
+    return _cast(policy, run, exported, dtype)
+
+
+def _cast(policy: PreTrainedModel, run: LearnerRun, model_path: Path, dtype: str) -> Export:
     published = PublishedPolicy(Accelerator(cpu=True), policy, getattr(torch, dtype))
     return copy_for_export(published, msgspec.structs.replace(run, dtype=dtype), model_path)
-
-
-def _cast(exported: Path, dtype: str) -> Export:
-    """Return a model in float32 as one in `dtype`."""
-    target = getattr(torch, dtype)
-    loaded = (named for file in weight_files(exported) for named in load_file(file).items())
-    tensors = {name: tensor.to(target) if tensor.is_floating_point() else tensor for name, tensor in loaded}
-    return Export(
-        model_path=exported, dtype=dtype, model=tensors, keeps_towers=False, adapter=None, adapter_config=None
-    )
 
 
 def _require_finite(tensors: Tensors, dtype: str) -> None:

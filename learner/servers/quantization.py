@@ -38,14 +38,23 @@ def choose_correction(run: LearnerRun, *, is_quantized: bool, has_ratio: bool) -
     return msgspec.structs.replace(run, learner=msgspec.structs.replace(config, off_policy_correction=correction))
 
 
-def log_correction(run: LearnerRun, *, has_ratio: bool) -> None:
-    """Log what "auto" becomes with quantized servers."""
-    if run.learner.off_policy_correction.weight == "auto":
-        correction = choose_correction(run, is_quantized=True, has_ratio=has_ratio).learner.off_policy_correction
+def log_correction(run: LearnerRun, *, is_quantized: bool, has_ratio: bool) -> None:
+    """Log what "auto" becomes with quantized servers, and the keys of a weight if it becomes none."""
+    if run.learner.off_policy_correction.weight != "auto":
+        return
+    chosen = choose_correction(run, is_quantized=is_quantized, has_ratio=has_ratio)
+    correction = chosen.learner.off_policy_correction
+    if is_quantized:
         log.info(
             'a server quantizes: learner.off_policy_correction.weight = "auto" is "%s" in this run, with anchor = "%s" '
             'and proximal = "%s"',
             correction.weight_used, correction.anchor_used, correction.proximal,
+        )  # fmt: skip
+    if idle := msgspec.structs.replace(correction, weight=correction.weight_used).idle_keys():
+        log.warning(
+            'learner.off_policy_correction.weight = "auto" is "none" in this run, and these keys have no effect without '
+            "a weight: %s; set weight, or remove them",
+            ", ".join(idle),
         )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from typing import Literal
 import msgspec
 import torch
 import xxhash
+from torch import nn
 
 from protocol.messages import AdapterSpec, Manifest, TensorSpec
 
@@ -119,8 +120,11 @@ def make_manifest(
 
 
 def dtype_on_wire(tensor: torch.Tensor, wire_dtype: torch.dtype) -> torch.dtype:
-    """Return `wire_dtype` for a floating-point tensor, otherwise the tensor's dtype."""
-    return wire_dtype if tensor.is_floating_point() else tensor.dtype
+    """Return `wire_dtype` for a floating-point tensor, but the tensor's own dtype for integers and a `nn.Buffer`.
+
+    No pass casts the buffers of a policy, such as the biases that choose a token's experts.
+    """
+    return wire_dtype if tensor.is_floating_point() and not isinstance(tensor, nn.Buffer) else tensor.dtype
 
 
 def split_into_buckets(manifest: Manifest) -> list[Bucket]:

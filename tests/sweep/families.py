@@ -101,6 +101,7 @@ MORE_KEYS: dict[str, dict[str, Any]] = {
     "gemma4_unified_text": {"layer_types": PAIRS, "global_head_dim": 32},
     "gpt_neo": {"attention_types": [[["global", "local"], NUM_LAYERS // 2]]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "llama4_text": {"max_position_embeddings": 1 << 16},  # vLLM scales the queries of long models alone
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "longcat_flash": MLA | {"head_dim": 16},
     "mamba2": {"head_dim": 32, "n_groups": 1},

@@ -12,6 +12,7 @@ EVERY = {"kl.coef": 0.1, "reference.kind": "every", "reference.every_steps": 3}
 EMA = EVERY | {"reference.kind": "ema", "reference.alpha": 0.5}
 ADAPTIVE = {"kl.coef": 0.1, "reference.kind": "adaptive", "reference.kl_threshold": 0.05}
 DECOUPLED = {"off_policy_correction.anchor": "proximal", "off_policy_correction.weight": "truncate"}
+UNWEIGHTED = {"off_policy_correction.weight": "none"}
 TWO_REWARDS = {"reward.functions": ["exact_match", "share_right"]}
 ON = {"kl.coef": 0.1} | FIXED
 DISTILLED = ON | {"kl.place": "advantage", "reward.only_logged": True}
@@ -80,9 +81,9 @@ IDLE: list[tuple[Sections, str, Sections, Sections]] = [
     ({"off_policy_correction.proximal": "log_linear"}, 'anchor = "proximal"', {},
      {"off_policy_correction.anchor": "proximal"}),
     ({"off_policy_correction.granularity": "geometric", "off_policy_correction.max_weight": 2.0},
-     'weight = "truncate" or "mask"', {}, {"off_policy_correction.weight": "mask"}),
+     'weight = "truncate" or "mask"', UNWEIGHTED, {"off_policy_correction.weight": "mask"}),
     ({"off_policy_correction.min_weight": 0.5, "off_policy_correction.weighted_completions": "negative"},
-     'weight = "truncate" or "mask"', {}, {"off_policy_correction.weight": "mask"}),
+     'weight = "truncate" or "mask"', UNWEIGHTED, {"off_policy_correction.weight": "mask"}),
     ({"off_policy_correction.stale_token_weight": 0.5}, "max_token_staleness", {},
      {"off_policy_correction.max_token_staleness": 0}),
     ({"off_policy_correction.max_token_staleness": 2}, "max_staleness above 2", {"max_staleness": 2},

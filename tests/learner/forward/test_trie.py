@@ -1,8 +1,10 @@
 """Shared prefixes of prompts: a tree of exact token ids, and its pack."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -76,3 +78,17 @@ def test_a_pack_of_trees_has_shared_prefixes_once() -> None:
     """Values of such a pack are tested in test_tree_attention.py, and a whole step in training/test_step.py."""
     plain = pack([group for groups in trees() for group in groups], CPU)
     assert pack_trees(trees(), CPU).num_tokens == plain.num_tokens - (40 + 75 + 40 + 40)
+
+
+@pytest.mark.parametrize("num_new", [MIN_SHARED // 2, MIN_SHARED])
+def test_an_episode_may_have_more_nested_branches_than_python_allows_calls(num_new: int) -> None:
+    """Such as of an agent that drops its thoughts: each prompt adds a few tokens, each completion is a branch."""
+    longest = np.random.default_rng(0).integers(3, 16, size=50 + 400 * num_new)
+    prompts = [longest[: 50 + num_new * turn] for turn in range(400)]
+    packed = pack_trees([[(prompt, [np.arange(5)]) for prompt in prompts]], CPU)
+    for prompt, path in zip(prompts, packed.paths_B, strict=True):
+        rows = np.concatenate([segment.rows for segment in path])
+        assert packed.token_ids_N[rows].tolist() == [*prompt, 0, 1, 2, 3]
+        assert all(
+            one.end <= other.start < one.continued_until >= other.continued_until for one, other in pairwise(path)
+        )

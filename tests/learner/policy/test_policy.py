@@ -1,5 +1,6 @@
 """The policy as the learner trains it: without noise, checkpointing that really checkpoints."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,9 @@ import transformers
 from accelerate import Accelerator
 from transformers import AutoModelForCausalLM
 
+from learner.forward.attention import NAME
 from learner.forward.logprobs import token_logprobs
+from learner.forward.packing_check import choose_attention
 from learner.policy.model import load_policy
 from learner.policy.published import PublishedPolicy
 from protocol.errors import ConfigError
@@ -56,6 +59,18 @@ def test_with_checkpointing_too_a_policy_computes_as_the_model_samples_whatever_
         right_TV = sampler(a_batch().token_ids_N[None]).logits[0, 1:].log_softmax(-1)
     right_T = right_TV[torch.arange(3), a_batch().targets_M]
     torch.testing.assert_close(found_BT[0].detach(), right_T, atol=1e-5, rtol=0)
+
+
+def test_a_config_that_asks_for_more_than_logits_costs_no_pass_anything(tmp_path: Path) -> None:
+    """An earlier training with an auxiliary loss of the routers leaves such a config."""
+    tiny_model(tiny_config("mixtral")).save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    more = dict.fromkeys(("output_router_logits", "output_hidden_states", "output_attentions"), True)
+    file.write_text(json.dumps(json.loads(file.read_text()) | more))
+    policy = load_policy(tmp_path, gradient_checkpointing=False)
+    assert set(policy(torch.arange(3, 15)[None], use_cache=False)) == {"logits"}
+    choose_attention(policy, torch.device("cpu"), torch.float32)
+    assert policy.config._attn_implementation == NAME
 
 
 @pytest.mark.parametrize("kind", ["Mistral3Config", "Gemma3Config"])

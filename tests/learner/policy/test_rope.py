@@ -187,6 +187,11 @@ def deepseek(rope: dict[str, Any], family: str = "deepseek_v2") -> Any:
     return tiny_config(family, rope_parameters=dict(rope))
 
 
+def ministral3(**keys: Any) -> Any:
+    rope = OF_ORIGINAL | {"rope_type": "yarn", "factor": 4.0, "llama_4_scaling_beta": 0.1}
+    return config_of(rope, transformers.Ministral3Config, **keys)
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
     "proportional with a factor": (
         config_of(ROPES["proportional"] | {"factor": 2.0}), "proportional, and vLLM ignores its factor = 2.0"
@@ -207,6 +212,19 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "deepseek, scaled": (
         deepseek(ROPES["yarn, scaled by attention_factor"]), r"vLLM ignores its attention_factor = 1\.3"
     ),
+    "ministral 3 beyond its original positions": (
+        ministral3(),
+        r"scales queries from position 64 on, but server\.max_model_len is 256 unless it is set\. Set "
+        r'server\.max_model_len = 64, or add "llama_4_scaling": {"beta": 0\.1, "original_max_pos.*": 64} to its config'
+    ),
+    "llama 4, scaled by transformers alone": (
+        tiny_config("llama4_text", max_position_embeddings=32768),
+        'vLLM does not scale the queries .* with a server.max_model_len of 32768, .*_tuning": false in its config',
+    ),
+    "llama 4, scaled by vLLM alone": (
+        tiny_config("llama4_text", attn_temperature_tuning=False),
+        'vLLM scales the queries .* with a server.max_model_len of 65536, .* Set "attn_temperature_tuning": true',
+    ),
 }  # fmt: skip
 
 
@@ -214,6 +232,18 @@ REFUSED: dict[str, tuple[Any, str]] = {
 def test_rope_types_that_differ_in_vllm_are_rejected_by_name(config: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         check_rope(config, None)
+
+
+def test_queries_may_be_scaled_where_vllm_does_so_too_or_no_server_reads_the_scaled_ones() -> None:
+    check_rope(ministral3(), ORIGINAL)
+    with pytest.raises(ConfigError, match=r"but server\.max_model_len is 65\. Set server\.max_model_len = 64"):
+        check_rope(ministral3(), ORIGINAL + 1)
+    check_rope(ministral3(llama_4_scaling={"beta": 0.1, "original_max_position_embeddings": ORIGINAL}), LONGEST)
+    llama4 = tiny_config("llama4_text", floor_scale=ORIGINAL)
+    check_rope(llama4, None)
+    check_rope(llama4, ORIGINAL - 1)
+    with pytest.raises(ConfigError, match="vLLM does not scale the queries"):
+        check_rope(llama4, ORIGINAL)
 
 
 def test_the_yarn_of_deepseek_equals_that_of_vllm() -> None:

@@ -10,6 +10,7 @@ import psutil
 import pytest
 import torch
 from accelerate import Accelerator
+from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from learner.config import LearnerRun, ReferenceConfig
@@ -20,6 +21,7 @@ from learner.policy.server_reference import FILE, ReferenceCopy, ServerReference
 from learner.run_inputs import RunInputs
 from learner.training.policy_trainer import make_trainer
 from protocol.model_files import resolve_model
+from protocol.weights.buckets import make_manifest
 from tests.learner.policy.shapes import QWEN_7B
 from tests.learner.runs import make_run
 from tests.peer import PROCESSES
@@ -81,13 +83,15 @@ def test_the_plan_counts_no_reference_on_a_server(tmp_path: Path) -> None:
 
 def test_a_copy_keeps_the_order_the_names_and_the_values_in_the_dtype_of_the_wire(tmp_path: Path) -> None:
     tensors = {f"layers.{i}.weight": torch.randn(4, 3)[:, :2] for i in (2, 10, 1)} | {"steps": torch.tensor([7])}
+    tensors |= {"bias": nn.Buffer(torch.randn(4))}
     copy = ReferenceCopy(tmp_path / "new" / "reference.safetensors", torch.bfloat16, torch.device("cpu"))
     copy.write({name: tensor + 1 for name, tensor in tensors.items()}.items())
     copy.write(tensors.items())
+    assert make_manifest(copy.tensors(), torch.bfloat16, 1) == make_manifest(tensors.items(), torch.bfloat16, 1)
     read = list(copy.tensors())
     assert [name for name, _ in read] == list(tensors)
     for name, tensor in read:
-        wanted = tensors[name].bfloat16() if tensors[name].is_floating_point() else tensors[name]
+        wanted = tensors[name].bfloat16() if "weight" in name else tensors[name]
         assert torch.equal(tensor, wanted) and tensor.dtype == wanted.dtype
     assert [path.name for path in copy.file.parent.iterdir()] == ["reference.safetensors"]
 

@@ -50,8 +50,22 @@ def test_auto_truncates_an_importance_weight_that_counts_once(
     assert chosen.sequence_mask == settings.get("sequence_mask")
     before = run.learner.off_policy_correction
     assert choose_correction(run, is_quantized=False, has_ratio=True).learner.off_policy_correction == before
-    log_correction(run, has_ratio=has_ratio(objective))
+    log_correction(run, is_quantized=True, has_ratio=has_ratio(objective))
     assert (f'"auto" is "{expected[0]}"' in caplog.text) == ("weight" not in settings)
+
+
+@pytest.mark.parametrize(("is_quantized", "anchor"), [(True, "auto"), (True, "behavior"), (False, "auto")])
+def test_the_bounds_of_an_automatic_weight_count_or_are_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, is_quantized: bool, anchor: str
+) -> None:
+    settings = {"max_weight": 5.0, "min_weight": 0.1, "granularity": "sequence", "anchor": anchor}
+    run = make_run(tmp_path, "tcp://a:1", off_policy_correction=settings).in_effect()
+    log_correction(run, is_quantized=is_quantized, has_ratio=True)
+    correction = choose_correction(run, is_quantized=is_quantized, has_ratio=True).learner.off_policy_correction
+    is_weighted = correction.weight_used == "truncate"
+    assert is_weighted == (is_quantized and anchor == "auto")
+    assert (correction.weight_bound, correction.min_weight, correction.granularity) == (5.0, 0.1, "sequence")
+    assert ("have no effect without a weight: granularity, max_weight, min_weight" in caplog.text) != is_weighted
 
 
 @pytest.mark.parametrize(
