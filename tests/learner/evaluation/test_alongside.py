@@ -73,7 +73,7 @@ def test_a_run_is_evaluated_before_the_first_step_periodically_and_after_the_las
 
     monkeypatch.setattr(Evaluations, "start", watched)
     monkeypatch.setattr(results, "record_evaluation", asked_meanwhile)
-    openai.delay_s = 0.2
+    openai.delay_s = 1.0  # longer than a step, even on a busy machine
     evaluation = {"at_start": True, "every_steps": 4, "pin_policy": True}
     run = evaluating(
         tmp_path, server, openai.url, evaluation, checkpoint={"every_steps": 4, "keep_last": 1, "best_by": "evaluation"}
@@ -119,7 +119,7 @@ def test_training_continues_during_an_evaluation_and_skips_the_next_with_a_log_l
 def test_a_learner_killed_during_an_evaluation_requests_each_prompt_once(
     tmp_path: Path, server: ServerThread, openai: OpenAIServer
 ) -> None:
-    openai.delay_s = 0.2
+    openai.delay_s = 1.0  # longer than a step, even on a busy machine
     evaluation = {"max_concurrent": 1, "pin_policy": True}
     run = evaluating(tmp_path, server, openai.url, evaluation, checkpoint={"every_steps": 1})
     life = Life(run, Death("answer kept", 3), resume=False)
