@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import torch
 import transformers
-from safetensors import safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -29,10 +28,11 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from learner.forward.logprobs import recomputation_contexts
+from learner.policy.hf_weights import differing_tied_weights
 from learner.policy.rope import check_rope, pin_rope
+from learner.policy.sharded_loading import opened
 from learner.policy.sharding import is_sharded
 from protocol.errors import ConfigError
-from protocol.model_files import weight_files
 
 MARK = "dtype_of_passes"
 INITIALIZED = "_is_hf_initialized"
@@ -85,6 +85,9 @@ def load_policy(
             f'learner.attn_implementation = "{attn_implementation}" does not work with model {path}: {error}. Set it '
             'to "packed", "sdpa" or "eager"'
         ) from error
+    for name, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if name not in model.all_tied_weights_keys:  # as they differ
+            raise differing_tied_weights(name, source)
     _make_buffers_of_router_biases(model)
     pin_rope(model, max_model_len)
     if gradient_checkpointing:
@@ -103,11 +106,8 @@ def _load_on_meta(
     path: Path, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str | None
 ) -> PreTrainedModel:
     """Return the model as transformers loads it, but from tensors on the meta device."""
-    tensors = {}
-    for file in weight_files(path):
-        with safe_open(file, framework="pt") as reader:
-            for name in reader.keys():  # noqa: SIM118  # not a mapping
-                tensors[name] = torch.empty(reader.get_slice(name).get_shape(), device="meta")
+    with opened(path) as slices:
+        tensors = {name: torch.empty(one.get_shape(), device="meta") for name, one in slices.items()}
     kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
     text = config.get_text_config()
     model: PreTrainedModel = kind.from_pretrained(
@@ -118,6 +118,8 @@ def _load_on_meta(
         state_dict=tensors,
         device_map={"": "meta"},
     )
+    # transformers cannot compare two tensors on the meta device, and leaves them untied. CheckpointReader compares them.
+    model.tie_weights(recompute_mapping=False)
     _make_buffers(model)
     return model
 
