@@ -72,12 +72,7 @@ def load_policy(
     kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
     kind._keep_in_fp32_modules_strict = {*(kind._keep_in_fp32_modules_strict or ()), *ROUTER_BIASES}
     try:
-        if on_meta:
-            model = _load_on_meta(path, config, dtype, attn_implementation)
-        else:
-            model = AutoModelForCausalLM.from_pretrained(
-                path, config=config, dtype=dtype, attn_implementation=attn_implementation
-            )
+        model = _load(path, config, dtype, attn_implementation, on_meta=on_meta)
     except (ValueError, ImportError) as error:
         if attn_implementation is None:
             raise
@@ -102,25 +97,31 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
         module.training = isinstance(module, GradientCheckpointingLayer)
 
 
-def _load_on_meta(
-    path: Path, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str | None
+def _load(
+    path: Path, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str | None, *, on_meta: bool
 ) -> PreTrainedModel:
-    """Return the model as transformers loads it, but from tensors on the meta device."""
-    with opened(path) as slices:
-        tensors = {name: torch.empty(one.get_shape(), device="meta") for name, one in slices.items()}
+    """Return the model as transformers loads it from the files that vLLM reads.
+
+    transformers itself would read others: pickles, an adapter, or model.safetensors despite an index.
+    """
     kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
     text = config.get_text_config()
-    model: PreTrainedModel = kind.from_pretrained(
-        None,
-        config=text if kind.config_class is type(text) else config,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        state_dict=tensors,
-        device_map={"": "meta"},
-    )
-    # transformers cannot compare two tensors on the meta device, and leaves them untied. CheckpointReader compares them.
-    model.tie_weights(recompute_mapping=False)
-    _make_buffers(model)
+    with opened(path) as slices:
+        tensors = dict(slices)
+        if on_meta:
+            tensors = {name: torch.empty(one.get_shape(), device="meta") for name, one in slices.items()}
+        model: PreTrainedModel = kind.from_pretrained(
+            None,
+            config=text if kind.config_class is type(text) else config,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            state_dict=tensors,
+            device_map={"": "meta"} if on_meta else None,
+        )
+    if on_meta:
+        # transformers cannot compare tensors on the meta device, and leaves two untied. CheckpointReader compares them.
+        model.tie_weights(recompute_mapping=False)
+        _make_buffers(model)
     return model
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from transformers import AutoModelForCausalLM
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from learner.forward.attention import NAME
 from learner.forward.logprobs import token_logprobs
@@ -78,6 +79,24 @@ def test_a_multimodal_checkpoint_without_a_text_tower_of_its_own_is_refused(tmp_
     getattr(transformers, kind)().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"no separate language model to train; set model to"):
         load_policy(tmp_path, gradient_checkpointing=False)
+
+
+def test_the_policy_has_the_weights_of_the_newest_save_and_of_no_pickle(tmp_path: Path) -> None:
+    first, second, third = (tiny_model(tiny_config("llama"), seed=seed) for seed in range(3))
+    first.save_pretrained(tmp_path)
+    second.save_pretrained(tmp_path, max_shard_size="100KB")
+    torch.save(third.state_dict(), tmp_path / "pytorch_model.bin")
+    assert {"model.safetensors", "model.safetensors.index.json"} <= {file.name for file in tmp_path.iterdir()}
+
+    def loads(model: PreTrainedModel) -> bool:
+        policy = load_policy(tmp_path, gradient_checkpointing=False)
+        return all(torch.equal(one, policy.state_dict()[name]) for name, one in model.state_dict().items())
+
+    assert loads(second)
+    for file in tmp_path.glob("model*.safetensors*"):
+        file.unlink()
+    save_file(first.state_dict(), tmp_path / "renamed.safetensors", {"format": "pt"})
+    assert loads(first)
 
 
 def test_weights_are_published_on_the_very_device_that_holds_them(
