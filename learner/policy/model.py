@@ -150,10 +150,11 @@ def load_config(path: Path) -> PreTrainedConfig:
     """Load the config of a model.
 
     Raises:
-        ConfigError: config.json is incomplete, for example without a factor of its RoPE.
+        ConfigError: config.json is incomplete, for example without a factor of its RoPE, or of a model that
+            transformers does not have.
     """
     try:
-        return AutoConfig.from_pretrained(path)
+        return _load_natively(AutoConfig, path)
     except KeyError as error:
         raise ConfigError(f"model: {path}/config.json is incomplete: {error.args[0]}. Complete the file") from error
 
@@ -185,7 +186,24 @@ def _check_trainable(config: PreTrainedConfig, path: Path) -> None:
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(path)
+    """Load the tokenizer of a model.
+
+    Raises:
+        ConfigError: transformers does not have it.
+    """
+    return _load_natively(AutoTokenizer, path)
+
+
+def _load_natively(kind: Any, path: Path) -> Any:
+    """Load a part of a model without code of the model, which transformers would otherwise offer to run."""
+    try:
+        return kind.from_pretrained(path, trust_remote_code=False)
+    except ValueError as error:
+        reason = str(error).strip().splitlines()[0].rstrip(" .")
+        raise ConfigError(
+            f"model: transformers cannot load {path}: {reason}; set model to one that transformers supports without code "
+            "of the model's own"
+        ) from error
 
 
 def compute_in(dtype: torch.dtype, policy: nn.Module) -> None:
