@@ -285,7 +285,9 @@ def _adapter(published: PublishedPolicy) -> Tensors:
 def _restore_files(model_path: Path, dtype: str, directory: Path) -> None:
     # The policy's own config would not do: it has float32 and no dropout.
     for file in text_files(model_path):
-        shutil.copyfile(file, directory / file.name)
+        copy = directory / file.relative_to(model_path)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
     config_file = directory / "config.json"
     config = json.loads(config_file.read_text("utf-8"))
     config.pop("torch_dtype", None)  # the key's name before transformers 5

@@ -1,6 +1,7 @@
 """The model in a checkpoint, loaded by transformers, peft and another run."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,16 @@ def test_an_exported_model_has_every_tensor_of_its_multimodal_checkpoint(
         assert torch.equal(tensor, before[name]) == ("visual" in name), name
     model = AutoModelForCausalLM.from_pretrained(checkpoint / "model")
     assert torch.equal(model(IDS).logits, plain_logits(policy, IDS))
+
+
+def test_an_exported_model_has_every_chat_template_of_the_original(accelerator: Accelerator, tmp_path: Path) -> None:
+    shutil.copytree(resolve_model("tiny:digits"), tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    tokenizer.chat_template = {"default": "plain", "tool_use": "with tools"}
+    tokenizer.save_pretrained(tmp_path / "base")
+    run = msgspec.structs.replace(a_run(tmp_path), model=str(tmp_path / "base"))
+    _, checkpoint = trained_and_saved(accelerator, run, tmp_path)
+    assert AutoTokenizer.from_pretrained(checkpoint / "model").chat_template == tokenizer.chat_template
 
 
 def test_a_checkpoint_without_an_export_has_no_model(accelerator: Accelerator, tmp_path: Path) -> None:
