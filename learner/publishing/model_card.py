@@ -80,7 +80,7 @@ def _metadata(inputs: CardInputs, evaluations: Sequence[Evaluation]) -> ModelCar
     dataset = inputs.run.learner.data.dataset
     return ModelCardData(
         base_model=inputs.base,
-        datasets=[dataset] if dataset is not None and hub_name(dataset) else None,
+        datasets=[dataset] if dataset is not None and hub_name(dataset, inputs.run_dir) else None,
         library_name="peft" if inputs.form == "adapter" else "transformers",
         pipeline_tag="text-generation",
         tags=["slipstream", "grpo", "reinforcement-learning", *(["lora"] if inputs.run.learner.lora.rank else [])],
