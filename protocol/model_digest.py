@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from protocol.errors import ConfigError
+from protocol.model_files import weight_files
 
 NUM_WINDOWS = 3
 WINDOW_BYTES = 256
@@ -31,7 +32,8 @@ def digest_model(path: Path) -> str:
     config = json.loads((path / "config.json").read_bytes())
     digest = hashlib.sha256(json.dumps({key: config[key] for key in sorted(config.keys() - set(VOLATILE))}).encode())
     samples: dict[str, bytes] = {}
-    for file_path in sorted(path.glob("*.safetensors")):
+    loaded = set(weight_files(path))  # the last, so that no file of an earlier save hides their tensors
+    for file_path in sorted(path.glob("*.safetensors"), key=lambda file: (file in loaded, file)):
         with file_path.open("rb", buffering=0) as file:
             samples |= _samples(file, file_path)
     for name in sorted(samples):

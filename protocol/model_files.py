@@ -33,7 +33,7 @@ _TOKENIZER_FILES = {
 _QUANTIZED_KEYS = ("quantization_config", "compression_config")
 _QUANTIZED_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """Files of ModelOpt, AutoGPTQ and AutoAWQ. vLLM reads them too."""
-_TEXT_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+_TEXT_FILES = ["*.json", "*.jinja", "additional_chat_templates/*.jinja", "*.model", "*.txt", "*.tiktoken"]
 MAX_HEADER_BYTES = 100_000_000
 """Limit of safetensors itself."""
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -157,7 +157,7 @@ def fingerprint(path: Path) -> ModelFingerprint:
 
 
 def text_files(path: Path) -> list[Path]:
-    """Return a model's files other than weights: configs, tokenizer, chat template."""
+    """Return a model's files other than weights: configs, tokenizer, chat templates."""
     files = {file for pattern in _TEXT_FILES for file in path.glob(pattern)}
     return sorted(file for file in files if not file.name.endswith(".safetensors.index.json"))
 

@@ -89,7 +89,7 @@ class VllmEngine:
             quantization=run.server.quantized_parts,
             experts=_routing_shape(config) if config.aux_output_config.enabled else None,
         )
-        # With generation_config "vllm", vLLM itself reads the end token only from the tokenizer.
+        # The learner expects a turn to end at these ids. vLLM adds those of its own generation config and tokenizer.
         self._eos_token_ids = {token for token in end_token_ids(model_path) if token < self.limits.vocab_size}
 
     async def places(self) -> list[WorkerPlace]:

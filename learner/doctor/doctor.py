@@ -15,13 +15,13 @@ from contextlib import closing, suppress
 
 import msgspec
 import torch
-from transformers import AutoConfig
 
 from learner.config import LearnerRun, WeightSyncConfig
 from learner.doctor.reach import ANSWER_TIMEOUT_S, NotReached, answer, ask, names, port
 from learner.evaluation.openai_client import EvaluationError, open_client
 from learner.policy.memory import GIB, describe
 from learner.policy.memory_plan import Room, fastest_plan, make_plan
+from learner.policy.model import load_config
 from learner.policy.model_shape import shape_of
 from learner.servers.membership import Membership
 from learner.servers.parity import DTYPES, coarser
@@ -316,7 +316,7 @@ def resources(run: LearnerRun) -> Iterator[Finding]:
         if path is None:
             yield unknown("memory", f"cannot estimate the needs of {run.model} until it is on this machine")
             return
-        shape = shape_of(AutoConfig.from_pretrained(path))
+        shape = shape_of(load_config(path))
     except Exception as error:  # transformers may raise anything for a config
         yield unknown("memory", f"cannot estimate the needs of {run.model} ({error})")
         return

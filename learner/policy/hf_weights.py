@@ -48,6 +48,23 @@ def held(policy: PreTrainedModel) -> Tensors:
     }
 
 
+def tied_names(policy: PreTrainedModel) -> dict[str, str]:
+    """Return the checkpoint names of tied tensors, each with that of the tensor that the checkpoint has for both."""
+
+    def renamed(name: str) -> str:
+        return next(iter(revert_weight_conversion(policy, {name: torch.empty(0, device="meta")})))
+
+    return {renamed(name): renamed(source) for name, source in policy.all_tied_weights_keys.items()}
+
+
+def differing_tied_weights(name: str, source: str) -> ConfigError:
+    """Return the error for files with two different tensors for tied weights. vLLM would read only one of them."""
+    return ConfigError(
+        f"model: its config ties {name} to {source}, but its files have two different tensors; remove {name} from the "
+        "files, or set tie_word_embeddings = false in config.json if both are meant"
+    )
+
+
 class CheckpointNames:
     """Conversion of one policy's tensors to those of its checkpoint."""
 

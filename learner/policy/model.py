@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import torch
 import transformers
-from safetensors import safe_open
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -29,10 +28,11 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from learner.forward.logprobs import recomputation_contexts
+from learner.policy.hf_weights import differing_tied_weights
 from learner.policy.rope import check_rope, pin_rope
+from learner.policy.sharded_loading import opened
 from learner.policy.sharding import is_sharded
 from protocol.errors import ConfigError
-from protocol.model_files import weight_files
 
 MARK = "dtype_of_passes"
 INITIALIZED = "_is_hf_initialized"
@@ -72,12 +72,7 @@ def load_policy(
     kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
     kind._keep_in_fp32_modules_strict = {*(kind._keep_in_fp32_modules_strict or ()), *ROUTER_BIASES}
     try:
-        if on_meta:
-            model = _load_on_meta(path, config, dtype, attn_implementation)
-        else:
-            model = AutoModelForCausalLM.from_pretrained(
-                path, config=config, dtype=dtype, attn_implementation=attn_implementation
-            )
+        model = _load(path, config, dtype, attn_implementation, on_meta=on_meta)
     except (ValueError, ImportError) as error:
         if attn_implementation is None:
             raise
@@ -85,6 +80,9 @@ def load_policy(
             f'learner.attn_implementation = "{attn_implementation}" does not work with model {path}: {error}. Set it '
             'to "packed", "sdpa" or "eager"'
         ) from error
+    for name, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if name not in model.all_tied_weights_keys:  # as they differ
+            raise differing_tied_weights(name, source)
     _make_buffers_of_router_biases(model)
     pin_rope(model, max_model_len)
     if gradient_checkpointing:
@@ -99,26 +97,31 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
         module.training = isinstance(module, GradientCheckpointingLayer)
 
 
-def _load_on_meta(
-    path: Path, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str | None
+def _load(
+    path: Path, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str | None, *, on_meta: bool
 ) -> PreTrainedModel:
-    """Return the model as transformers loads it, but from tensors on the meta device."""
-    tensors = {}
-    for file in weight_files(path):
-        with safe_open(file, framework="pt") as reader:
-            for name in reader.keys():  # noqa: SIM118  # not a mapping
-                tensors[name] = torch.empty(reader.get_slice(name).get_shape(), device="meta")
+    """Return the model as transformers loads it from the files that vLLM reads.
+
+    transformers itself would read others: pickles, an adapter, or model.safetensors despite an index.
+    """
     kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
     text = config.get_text_config()
-    model: PreTrainedModel = kind.from_pretrained(
-        None,
-        config=text if kind.config_class is type(text) else config,
-        dtype=dtype,
-        attn_implementation=attn_implementation,
-        state_dict=tensors,
-        device_map={"": "meta"},
-    )
-    _make_buffers(model)
+    with opened(path) as slices:
+        tensors = dict(slices)
+        if on_meta:
+            tensors = {name: torch.empty(one.get_shape(), device="meta") for name, one in slices.items()}
+        model: PreTrainedModel = kind.from_pretrained(
+            None,
+            config=text if kind.config_class is type(text) else config,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            state_dict=tensors,
+            device_map={"": "meta"} if on_meta else None,
+        )
+    if on_meta:
+        # transformers cannot compare tensors on the meta device, and leaves two untied. CheckpointReader compares them.
+        model.tie_weights(recompute_mapping=False)
+        _make_buffers(model)
     return model
 
 
@@ -147,10 +150,11 @@ def load_config(path: Path) -> PreTrainedConfig:
     """Load the config of a model.
 
     Raises:
-        ConfigError: config.json is incomplete, for example without a factor of its RoPE.
+        ConfigError: config.json is incomplete, for example without a factor of its RoPE, or of a model that
+            transformers does not have.
     """
     try:
-        return AutoConfig.from_pretrained(path)
+        return _load_natively(AutoConfig, path)
     except KeyError as error:
         raise ConfigError(f"model: {path}/config.json is incomplete: {error.args[0]}. Complete the file") from error
 
@@ -182,7 +186,24 @@ def _check_trainable(config: PreTrainedConfig, path: Path) -> None:
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
-    return AutoTokenizer.from_pretrained(path)
+    """Load the tokenizer of a model.
+
+    Raises:
+        ConfigError: transformers does not have it.
+    """
+    return _load_natively(AutoTokenizer, path)
+
+
+def _load_natively(kind: Any, path: Path) -> Any:
+    """Load a part of a model without code of the model, which transformers would otherwise offer to run."""
+    try:
+        return kind.from_pretrained(path, trust_remote_code=False)
+    except ValueError as error:
+        reason = str(error).strip().splitlines()[0].rstrip(" .")
+        raise ConfigError(
+            f"model: transformers cannot load {path}: {reason}; set model to one that transformers supports without code "
+            "of the model's own"
+        ) from error
 
 
 def compute_in(dtype: torch.dtype, policy: nn.Module) -> None:

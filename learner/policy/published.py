@@ -18,7 +18,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +34,7 @@ from torch import nn
 
 from learner.config import LearnerRun
 from learner.forward.logprobs import sequences_logprobs
-from learner.policy.hf_weights import CheckpointNames
+from learner.policy.hf_weights import CheckpointNames, tied_names
 from learner.policy.lora import ADAPTER_NAME, Weight, has_adapter, synced_tensors, weights, why_merged
 from learner.policy.sharding import is_sharded
 from learner.policy.shards import Tensors
@@ -216,6 +216,8 @@ class Export(msgspec.Struct, frozen=True, kw_only=True):
     model: Tensors
     keeps_towers: bool
     """Whether the checkpoint has more than the trained text tower. The rest stays unchanged."""
+    tied: Collection[str]
+    """Names of trained tensors that `model` has under another name. The initial files may have both."""
     adapter: Tensors | None
     adapter_config: PeftConfig | None
 
@@ -249,7 +251,7 @@ class Export(msgspec.Struct, frozen=True, kw_only=True):
         tensors: Tensors = {}
         for file in weight_files(self.model_path):
             tensors |= load_file(file)
-        return {name: tensor for name, tensor in tensors.items() if name not in self.model}
+        return {name: tensor for name, tensor in tensors.items() if name not in {*self.model, *self.tied}}
 
 
 def copy_for_export(published: PublishedPolicy, run: LearnerRun, model_path: Path) -> Export:
@@ -264,6 +266,7 @@ def copy_for_export(published: PublishedPolicy, run: LearnerRun, model_path: Pat
             for name, tensor in published.tensors()
         },
         keeps_towers=initial_type != policy.config.model_type,
+        tied=tied_names(policy).keys(),
         adapter=_adapter(published) if has_adapter(policy) else None,
         adapter_config=replace(policy.peft_config[ADAPTER_NAME], base_model_name_or_path=run.model)
         if has_adapter(policy)
@@ -282,7 +285,9 @@ def _adapter(published: PublishedPolicy) -> Tensors:
 def _restore_files(model_path: Path, dtype: str, directory: Path) -> None:
     # The policy's own config would not do: it has float32 and no dropout.
     for file in text_files(model_path):
-        shutil.copyfile(file, directory / file.name)
+        copy = directory / file.relative_to(model_path)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
     config_file = directory / "config.json"
     config = json.loads(config_file.read_text("utf-8"))
     config.pop("torch_dtype", None)  # the key's name before transformers 5

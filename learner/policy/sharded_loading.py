@@ -25,7 +25,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
-from learner.policy.hf_weights import CheckpointNames, held
+from learner.policy.hf_weights import CheckpointNames, differing_tied_weights, held, tied_names
 from protocol.model_files import weight_files
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class CheckpointReader:
         """Plan the reading of a policy, of which `skeleton` is a copy on the meta device.
 
         Raises:
-            ConfigError: The tensors cannot be converted in parts.
+            ConfigError: The tensors cannot be converted in parts, or tied ones differ.
             KeyError: A tensor has another name in the files than a checkpoint that transformers writes now.
         """
         self._skeleton, self._slices = skeleton, slices
@@ -59,6 +59,9 @@ class CheckpointReader:
         for _, in_files, _ in self._parts:
             for name in in_files:
                 slices[name]
+        for name, source in tied_names(skeleton).items():
+            if name in slices and source in slices and not torch.equal(slices[name][...], slices[source][...]):
+                raise differing_tied_weights(name, source)
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, torch.Tensor]) -> None:

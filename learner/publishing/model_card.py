@@ -80,7 +80,7 @@ def _metadata(inputs: CardInputs, evaluations: Sequence[Evaluation]) -> ModelCar
     dataset = inputs.run.learner.data.dataset
     return ModelCardData(
         base_model=inputs.base,
-        datasets=[dataset] if dataset is not None and hub_name(dataset) else None,
+        datasets=[dataset] if dataset is not None and hub_name(dataset, inputs.run_dir) else None,
         library_name="peft" if inputs.form == "adapter" else "transformers",
         pipeline_tag="text-generation",
         tags=["slipstream", "grpo", "reinforcement-learning", *(["lora"] if inputs.run.learner.lora.rank else [])],
@@ -132,10 +132,11 @@ def _usage(inputs: CardInputs) -> str:
             f"With vLLM: `vllm serve {PLACE}`."
         )
     base = inputs.base or without_places(inputs.run.model)
+    max_rank = max(8, 1 << (inputs.run.learner.lora.rank - 1).bit_length())  # vLLM takes few other than powers of two
     return (
         "```python\nfrom peft import AutoPeftModelForCausalLM\n\n"
         f'model = AutoPeftModelForCausalLM.from_pretrained("{PLACE}")\n```\n\n'
-        f"With vLLM: `vllm serve {base} --enable-lora --max-lora-rank {inputs.run.learner.lora.rank} --lora-modules "
+        f"With vLLM: `vllm serve {base} --enable-lora --max-lora-rank {max_rank} --lora-modules "
         f"trained={PLACE}`."
     )
 

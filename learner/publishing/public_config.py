@@ -88,10 +88,14 @@ def without_places(value: Any) -> Any:
     return Path(value).name if value.startswith(("/", "~", "../")) else value
 
 
-def hub_name(model: str) -> str | None:
-    """Return the name of a model on the hub, or None for a directory or a built-in model."""
-    is_place = model.startswith(("/", "~", ".")) or model.count("/") > 1 or Path(model).is_dir()
-    return None if is_builtin(model) or is_place else model
+def hub_name(name: str, run_dir: Path) -> str | None:
+    """Return the name of a model or dataset on the hub, or None for a directory or a built-in model.
+
+    The directory in which the run was started is unknown here, but is often one of those that contain `run_dir`.
+    """
+    is_place = name.startswith(("/", "~", ".")) or name.count("/") > 1
+    starts = (Path(), *run_dir.absolute().parents)
+    return None if is_builtin(name) or is_place or any((start / name).is_dir() for start in starts) else name
 
 
 def _is_among(names: Iterable[str], key: str) -> bool:

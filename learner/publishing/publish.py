@@ -81,7 +81,7 @@ def export_run(request: ExportRequest) -> Exported:
         request.best_by or run.learner.checkpoint.best_by,
     )
     form: Form = "adapter" if run.learner.lora.rank and not request.merge else "model"
-    base = request.base or hub_name(run.model)
+    base = request.base or hub_name(run.model, request.run_dir)
     if request.push:
         if form == "adapter" and base is None:
             raise ConfigError(

@@ -1,14 +1,16 @@
 """The model in a checkpoint, loaded by transformers, peft and another run."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 import torch
 from accelerate import Accelerator
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from learner.config import LearnerRun
@@ -83,18 +85,38 @@ def test_an_adapter_is_merged_into_the_model_and_also_saved_for_peft(accelerator
     assert adapted.peft_config["default"].base_model_name_or_path == "tiny:digits"
 
 
+@pytest.mark.parametrize("is_tied", [False, True])
 def test_an_exported_model_has_every_tensor_of_its_multimodal_checkpoint(
-    accelerator: Accelerator, tmp_path: Path
+    accelerator: Accelerator, tmp_path: Path, is_tied: bool
 ) -> None:
     save_model("qwen3_5", tmp_path / "base")
+    weights_file, config_file = tmp_path / "base" / "model.safetensors", tmp_path / "base" / "config.json"
+    before = load_file(weights_file)
+    if is_tied:  # the files of some models have both tensors nevertheless
+        head = before["model.language_model.embed_tokens.weight"].clone()
+        save_file(before | {"lm_head.weight": head}, weights_file, {"format": "pt"})
+        config_file.write_text(
+            config_file.read_text().replace('"tie_word_embeddings": false', '"tie_word_embeddings": true')
+        )
+        del before["lm_head.weight"]
     run = msgspec.structs.replace(a_run(tmp_path), model=str(tmp_path / "base"))
     policy, checkpoint = trained_and_saved(accelerator, run, tmp_path)
-    before, after = (load_file(path / "model.safetensors") for path in (tmp_path / "base", checkpoint / "model"))
+    after = load_file(checkpoint / "model" / "model.safetensors")
     assert {name: one.shape for name, one in after.items()} == {name: one.shape for name, one in before.items()}
     for name, tensor in after.items():
         assert torch.equal(tensor, before[name]) == ("visual" in name), name
     model = AutoModelForCausalLM.from_pretrained(checkpoint / "model")
     assert torch.equal(model(IDS).logits, plain_logits(policy, IDS))
+
+
+def test_an_exported_model_has_every_chat_template_of_the_original(accelerator: Accelerator, tmp_path: Path) -> None:
+    shutil.copytree(resolve_model("tiny:digits"), tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    tokenizer.chat_template = {"default": "plain", "tool_use": "with tools"}
+    tokenizer.save_pretrained(tmp_path / "base")
+    run = msgspec.structs.replace(a_run(tmp_path), model=str(tmp_path / "base"))
+    _, checkpoint = trained_and_saved(accelerator, run, tmp_path)
+    assert AutoTokenizer.from_pretrained(checkpoint / "model").chat_template == tokenizer.chat_template
 
 
 def test_a_checkpoint_without_an_export_has_no_model(accelerator: Accelerator, tmp_path: Path) -> None:

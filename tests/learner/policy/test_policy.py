@@ -1,6 +1,7 @@
 """The policy as the learner trains it: without noise, checkpointing that really checkpoints."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,13 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from transformers import AutoModelForCausalLM
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from learner.forward.attention import NAME
 from learner.forward.logprobs import token_logprobs
 from learner.forward.packing_check import choose_attention
-from learner.policy.model import load_policy
+from learner.policy.model import load_config, load_policy, load_tokenizer
 from learner.policy.published import PublishedPolicy
 from protocol.errors import ConfigError
 from protocol.model_files import resolve_model
@@ -78,6 +80,46 @@ def test_a_multimodal_checkpoint_without_a_text_tower_of_its_own_is_refused(tmp_
     getattr(transformers, kind)().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"no separate language model to train; set model to"):
         load_policy(tmp_path, gradient_checkpointing=False)
+
+
+@pytest.mark.parametrize("load", [load_config, load_tokenizer])
+def test_code_of_a_model_does_not_run_even_where_someone_would_say_yes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: Callable[[Path], Any]
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'has_run')!r}, 'x')")
+    names = {"auto_map": {"AutoConfig": "code.Mine", "AutoTokenizer": ["code.Mine", None]}}
+    for file in ("config.json", "tokenizer_config.json"):
+        (tmp_path / file).write_text(json.dumps({"model_type": "mine", "tokenizer_class": "Mine"} | names))
+    with pytest.raises(ConfigError, match=r"cannot load .* contains custom code [^;]*; set model to one that"):
+        load(tmp_path)
+    assert not (tmp_path / "has_run").exists()
+
+
+def test_a_model_that_transformers_does_not_know_is_an_error_with_its_type(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mine"}')
+    with pytest.raises(
+        ConfigError, match=r"model type `mine` but Transformers does not recognize [^;]*; set model to one"
+    ):
+        load_config(tmp_path)
+
+
+def test_the_policy_has_the_weights_of_the_newest_save_and_of_no_pickle(tmp_path: Path) -> None:
+    first, second, third = (tiny_model(tiny_config("llama"), seed=seed) for seed in range(3))
+    first.save_pretrained(tmp_path)
+    second.save_pretrained(tmp_path, max_shard_size="100KB")
+    torch.save(third.state_dict(), tmp_path / "pytorch_model.bin")
+    assert {"model.safetensors", "model.safetensors.index.json"} <= {file.name for file in tmp_path.iterdir()}
+
+    def loads(model: PreTrainedModel) -> bool:
+        policy = load_policy(tmp_path, gradient_checkpointing=False)
+        return all(torch.equal(one, policy.state_dict()[name]) for name, one in model.state_dict().items())
+
+    assert loads(second)
+    for file in tmp_path.glob("model*.safetensors*"):
+        file.unlink()
+    save_file(first.state_dict(), tmp_path / "renamed.safetensors", {"format": "pt"})
+    assert loads(first)
 
 
 def test_weights_are_published_on_the_very_device_that_holds_them(

@@ -18,6 +18,7 @@ from learner.policy.sharding import shard
 from learner.policy.snapshot import whole
 from learner.run_inputs import RunInputs
 from learner.training.policy_trainer import make_trainer
+from protocol.errors import ConfigError
 from tests.bench.live_memory import LiveBytes
 from tests.learner.ranks import on_four_ranks
 from tests.learner.training.fixed_groups import a_run
@@ -52,6 +53,36 @@ def test_a_model_without_weights_is_filled_with_those_of_its_files(
     with opened(tmp_path) as slices, filled(policy, CheckpointReader(skeleton, slices)):
         assert_same(tensors_of(policy), expected)
     assert all(parameter.is_meta for parameter in policy.parameters())
+
+
+def save_with_head(path: Path, *, is_other: bool) -> None:
+    """Save a model whose config ties the head to the embeddings, with both in its file."""
+    config = tiny_config("qwen2")
+    config.tie_word_embeddings = True
+    tiny_model(config).save_pretrained(path)
+    tensors = load_file(path / "model.safetensors")
+    assert "lm_head.weight" not in tensors
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"] + (1 if is_other else 0)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+
+def test_weights_that_the_config_ties_are_one_tensor_though_the_files_have_two(tmp_path: Path) -> None:
+    save_with_head(tmp_path, is_other=False)
+    expected = tensors_of(load_policy(tmp_path, gradient_checkpointing=False))
+    policy: Any = load_policy(tmp_path, gradient_checkpointing=False, on_meta=True)
+    assert policy.lm_head.weight is policy.model.embed_tokens.weight
+    with opened(tmp_path) as slices, filled(policy, CheckpointReader(policy, slices)):
+        assert_same(tensors_of(policy), expected)
+
+
+def test_two_different_tensors_for_weights_that_the_config_ties_are_an_error(tmp_path: Path) -> None:
+    save_with_head(tmp_path, is_other=True)
+    load = partial(load_policy, tmp_path, gradient_checkpointing=False)
+    message = "its config ties lm_head.weight to model.embed_tokens.weight, but its files have two different tensors"
+    with pytest.raises(ConfigError, match=message):
+        load()
+    with opened(tmp_path) as slices, pytest.raises(ConfigError, match=message):
+        make_reader(partial(load, on_meta=True), slices)
 
 
 def load(accelerator: Accelerator, path: Path, learner: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -156,9 +156,27 @@ def test_a_card_says_what_a_model_with_a_teacher_has_learned_from(tmp_path: Path
         assert "logged" not in plain and "another server" not in plain
 
 
+def test_the_card_of_an_adapter_serves_it_with_a_rank_that_vllm_takes(tmp_path: Path) -> None:
+    for rank, max_rank in ((1, 8), (8, 8), (24, 32), (256, 256), (257, 512)):
+        run = start(tmp_path / str(rank), lora={"rank": rank})
+        assert f"--max-lora-rank {max_rank} --lora-modules" in str(card_of(run, tmp_path, form="adapter"))
+
+
 def test_a_model_is_on_the_hub_if_its_name_is_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "models" / "mine").mkdir(parents=True)
-    assert hub_name("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B" and hub_name("gpt2") == "gpt2"
-    for place in ("tiny:digits", "/models/mine", "~/mine", "./mine", "models/mine", "runs/1/checkpoints/model"):
-        assert hub_name(place) is None, place
+    run_dir = tmp_path / "project" / "runs" / "mine"
+    for directory in (run_dir, tmp_path / "project" / "models" / "mine", tmp_path / "here" / "models" / "other"):
+        directory.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    for name in ("Qwen/Qwen2.5-0.5B", "gpt2"):
+        assert hub_name(name, run_dir) == name
+    places = (
+        "tiny:digits",
+        "/models/mine",
+        "~/mine",
+        "./mine",
+        "models/mine",
+        "models/other",
+        "runs/1/checkpoints/model",
+    )
+    for place in places:
+        assert hub_name(place, run_dir) is None, place

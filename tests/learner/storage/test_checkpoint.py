@@ -147,6 +147,10 @@ def test_a_digest_covers_every_tensor_and_the_config_but_not_the_file_format(tmp
     for i, names in enumerate((list(tensors)[::2], list(tensors)[1::2])):
         save_file({name: tensors[name] for name in names}, model / f"model-{i}.safetensors", {"of": "two"})
     assert digest_model(model) == digest
+    index = {name: f"model-{i % 2}.safetensors" for i, name in enumerate(tensors)}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    save_file({name: tensor + 1 for name, tensor in tensors.items()}, model / "model.safetensors", {"of": "earlier"})
+    assert digest_model(model) == digest
 
 
 def test_a_checkpoint_cloned_without_git_lfs_is_rejected(tmp_path: Path) -> None:
