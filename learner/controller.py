@@ -307,7 +307,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             self._sync_joiners(version)
             self.fleet.on_wait()
             time.sleep(POLL_INTERVAL_S)
-        self.log.amend(self.evaluations.pop_metrics())
+        self.log.amend(version, self.evaluations.pop_metrics())
         self.fleet.is_over = not interrupt.requested
 
     def _sync_joiners(self, version: int) -> None:
