@@ -1,6 +1,6 @@
 """Run the whole system with `slipstream colocate` and measure it.
 
-    config ─▶ server and learner ─▶ RUN_DIR/metrics.jsonl, and samples of the server's /status
+config ─▶ server and learner ─▶ RUN_DIR/metrics.jsonl, and samples of the server's /status
 """
 
 import http.client
