@@ -267,7 +267,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         """Log the step, and stop the run if server and learner no longer agree."""
         of_servers = pop_mismatches(metrics, groups)
         metrics |= self.parity.pop_metrics()
-        times = timer.metrics()
+        times = timer.pop_metrics()
         metrics |= times
         metrics["perf/completion_tokens_per_s"] = metrics["rollout/tokens"] / times["time/step"]
         metrics["perf/learner_idle_frac"] = times["time/wait_for_batch"] / times["time/step"]
