@@ -91,7 +91,9 @@ def summary_of(metrics: list[dict[str, float]], ledger: LedgerFacts, evaluations
         for name in ("policy/mismatch_abs_logprob", "parity/abs_logprob")
         if (values := _present(metrics, name))
     ]
-    tokens = _present(metrics, "rollout/tokens")
+    # Seconds of the same steps: those of steps that a resume has undone are part of elapsed_s.
+    timed = [line for line in metrics if _present([line], "rollout/tokens") and _present([line], "time/step")]
+    step_s = sum(_present(timed, "time/step"))
     slowdowns = _present(metrics, "evaluation/training_slowdown")
     return Summary(
         steps=len(metrics),
@@ -118,7 +120,7 @@ def summary_of(metrics: list[dict[str, float]], ledger: LedgerFacts, evaluations
             if one.set_name is not None and one.reward is not None and one.step == evaluations[-1].step
         },
         training_slowdown=median(slowdowns) if slowdowns else None,
-        completion_tokens_per_s=sum(tokens) / seconds if tokens and seconds > 0 else None,
+        completion_tokens_per_s=sum(_present(timed, "rollout/tokens")) / step_s if step_s > 0 else None,
         wait_shares=shares(metrics),
     )
 
