@@ -48,7 +48,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     mismatch_mean_abs_logprob: float | None
     """Larger of two means over the steps: fresh tokens in training, and parity probes."""
     evaluation: Estimate | None
-    """Reward of the newest evaluation that the run itself made."""
+    """Reward of the newest evaluation that the run itself made, unless it has several sets."""
     evaluation_step: int | None
     evaluated_sets: dict[str, Estimate]
     """Reward of each evaluation set, if there are several."""
@@ -112,7 +112,7 @@ def summary_of(metrics: list[dict[str, float]], ledger: LedgerFacts, evaluations
         prompts_truncated=_newest(metrics, "data/truncated_prompts"),
         push_stall_median_s=median(stalls) if stalls else None,
         mismatch_mean_abs_logprob=max(mismatches) if mismatches else None,
-        evaluation=evaluations[-1].reward if evaluations else None,
+        evaluation=evaluations[-1].reward if evaluations and evaluations[-1].set_name is None else None,
         evaluation_step=evaluations[-1].step if evaluations else None,
         evaluated_sets={
             one.set_name: one.reward

@@ -15,7 +15,7 @@ from learner.evaluation import openai_client, results
 from learner.evaluation.background import Evaluations, PartialHeader, PartialResults
 from learner.evaluation.openai_client import PromptAnswers
 from learner.evaluation.results import FILE, Estimate, Evaluation, earlier
-from learner.report.page import compare, render, write_comparison
+from learner.report.page import compare, comparison_text, render, write_comparison
 from learner.report.summary import as_text, read_metrics, summarize
 from learner.rewards.workers import RewardWorkers
 from learner.run_inputs import RunInputs
@@ -290,5 +290,8 @@ def test_each_set_is_recorded_under_its_name_and_one_set_selects_the_best_model(
     other.mkdir()
     for file in ("metrics.jsonl", "ledger.db", "config.toml", FILE):
         (other / file).write_bytes((Path(run.run_dir) / file).read_bytes())
-    comparison = write_comparison(*compare([Path(run.run_dir), other])).read_text()
+    compared, lines = compare([Path(run.run_dir), other])
+    comparison = write_comparison(compared, lines).read_text()
     assert "Evaluations: few" in comparison and "Evaluations: many" in comparison
+    few, many = (one.reward for one in last.values())
+    assert f"few {few}, many {many}, step {STEPS}" in comparison_text(compared) and summary.evaluation is None
