@@ -223,7 +223,7 @@ class Supervisor:
         if self._is_stopping:
             return False
         ended = ", ".join(f"{process} exited with code {code}" for process, code in codes.items())
-        # A rank that loses another one exits with this code too, so a crash of one rank has a second code.
+        # A rank that another one has stopped (RankFailed) exits with this code too, so the other's code decides.
         if set(codes.values()) == {USER_ERROR}:
             log.warning("%s, an error that a restart does not solve; stopping all processes", ended)
             return False

@@ -27,7 +27,7 @@ from learner.report.records import Timeline
 from learner.report.run_log import RunLog
 from learner.rewards.scoring import Scorer
 from learner.rewards.workers import RewardWorkers
-from learner.rollouts.bottleneck import learner_s
+from learner.rollouts.bottleneck import ServerIdleness
 from learner.rollouts.ledger import Ledger
 from learner.rollouts.rollout_buffer import RolloutBuffer
 from learner.rollouts.rollout_group import RolloutGroup, texts_of
@@ -73,6 +73,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
 
     run_inputs: RunInputs
     fleet: Fleet
+    idleness: ServerIdleness
     reference: ReferenceController | None
     buffer: RolloutBuffer
     rewards: RewardWorkers
@@ -141,6 +142,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             yield cls(
                 run_inputs=run_inputs,
                 fleet=fleet,
+                idleness=ServerIdleness(fleet.idle_time),
                 reference=on_server,
                 buffer=buffer,
                 rewards=workers,
@@ -183,6 +185,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         log.info("parity: mean |Δ logprob| = %.1e between server and learner", mismatch)
         self.publish(version)
         self.log.start_clock()
+        self.idleness.restart()
 
     def publish(self, version: int, expected: ExpectedAnswers | None = None) -> None:
         """Start the checks of `version`, and admit the rollouts that staleness permits.
@@ -205,6 +208,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             ParityError: Tokens of this version were sampled with other weights. They are not trained on.
         """
         started = last_connected = last_note = time.monotonic()
+        self.idleness.begin_wait()
         while not interrupt.requested:
             if self.fleet.is_connected:
                 last_connected = time.monotonic()
@@ -218,6 +222,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                 time.sleep(POLL_INTERVAL_S)
             groups = None if is_held else self.rollouts.next_batch(version, WAIT_SLICE_S)
             if groups is not None:
+                self.idleness.end_wait()
                 if any(group.newest_version >= version for group in groups):
                     self.weight_sync.wait()  # with overlap, its tokens may be here before its check was requested
                     self.sync_check.check()
@@ -262,15 +267,16 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         """Log the step, and stop the run if server and learner no longer agree."""
         of_servers = pop_mismatches(metrics, groups)
         metrics |= self.parity.pop_metrics()
-        times = timer.metrics()
+        times = timer.pop_metrics()
         metrics |= times
         metrics["perf/completion_tokens_per_s"] = metrics["rollout/tokens"] / times["time/step"]
         metrics["perf/learner_idle_frac"] = times["time/wait_for_batch"] / times["time/step"]
         metrics |= throughput(groups, metrics.pop("perf/train_tflop", None), times["time/step"], self.devices)
         metrics |= memory_metrics(self.devices.device)
         metrics |= self.fleet.metrics()
-        if "perf/server_idle_frac" in metrics:
-            metrics["bottleneck/learner"] = learner_s(metrics, metrics["perf/server_idle_frac"])
+        idle = self.idleness.pop_metrics(times["time/step"], times["time/wait_for_batch"])
+        if self.fleet.is_connected:  # a lost server has sent no heartbeat
+            metrics |= idle
         metrics |= self.evaluations.pop_metrics()
         metrics |= self.rollouts.batch_metrics | self.run_inputs.prompts.metrics | self.rewards.latencies.pop_metrics()
         if self.reference is not None and metrics["reference/refreshed"]:
@@ -301,7 +307,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             self._sync_joiners(version)
             self.fleet.on_wait()
             time.sleep(POLL_INTERVAL_S)
-        self.log.amend(self.evaluations.pop_metrics())
+        self.log.amend(version, self.evaluations.pop_metrics())
         self.fleet.is_over = not interrupt.requested
 
     def _sync_joiners(self, version: int) -> None:

@@ -28,7 +28,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
 
-from protocol.errors import RankFailed, SlipstreamError
+from protocol.errors import TRANSIENT_ERROR, RankFailed, SlipstreamError
 
 log = logging.getLogger(__name__)
 
@@ -97,14 +97,15 @@ class RankWatch:
     def cause_of(self, error: BaseException) -> BaseException:
         """Return the error with which this rank ends.
 
-        If another rank died, this is SystemExit, because `_note` has reported the death. If another rank
-        hangs, this is RankFailed. Otherwise, it is `error` itself.
+        If another rank died, this is SystemExit, because `_note` has reported the death. Its code is that of a
+        crash: on a network that was interrupted, every rank counts the others as dead. If another rank hangs,
+        this is RankFailed. Otherwise, it is `error` itself.
         """
         if self._num_ranks == 1 or not isinstance(error, Exception):
             return error
         may_be_effect = isinstance(error, RankFailed) or not isinstance(error, SlipstreamError)
         if may_be_effect and self._has_news.wait(NEWS_S):
-            return SystemExit(2)
+            return SystemExit(TRANSIENT_ERROR)
         if not isinstance(error, SlipstreamError) and COLLECTIVE_FAILED.search(str(error)):
             reason = str(error).splitlines()[0]
             error = RankFailed(
@@ -225,7 +226,7 @@ class RankWatch:
         self._has_news.set()
         time.sleep(END_S)
         # End by force: a collective may never notice, and Python may wait for a thread at exit.
-        os._exit(2)
+        os._exit(TRANSIENT_ERROR)
 
 
 def _listen(host: str) -> socket.socket:

@@ -70,9 +70,8 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
         if version >= config.steps and not decide_on_rank_0(accelerator, lambda: is_due(run, version), bool):
             log.warning(
                 "nothing to do: the run is at step %d, learner.steps = %d; raise it to train further",
-                version,
-                config.steps,
-            )
+                version, config.steps,
+            )  # fmt: skip
             return run_dir.path if run_dir else None
         published = trainer.published
         on_server = trainer.reference if isinstance(trainer.reference, ServerReference) else None
@@ -97,11 +96,11 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
         gc.freeze()  # spares the garbage collector from scanning torch's permanent objects again and again
         cleanup.callback(gc.unfreeze)
 
+        timer = StepTimer()
         for step in range(version + 1, config.steps + 1):
             interrupt.is_elsewhere = any_rank(accelerator, interrupt.requested)  # some signals reach only one node
             if interrupt.requested:
                 break
-            timer = StepTimer()
             with timer("wait_for_batch"):
                 groups = share_groups(accelerator, lead(Controller.next_batch, version, interrupt))
             if groups is None:
@@ -113,7 +112,8 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
             version = step
             metrics |= trainer.after_step(version, metrics) | checkpoints.pop_metrics()
             lead(Controller.record, step, groups, metrics, timer)
-            checkpoints.after_step(step, metrics)
+            with timer("checkpoint"):
+                checkpoints.after_step(step, metrics)
         checkpoints.save(version)
         lead(Controller.finish, version, interrupt)
         checkpoints.wait()

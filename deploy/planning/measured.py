@@ -268,10 +268,7 @@ def observed(run: MeasuredRun) -> Observed:
 
 
 def idle_frac(groups: Sequence[LedgerGroup], start: float, end: float) -> float:
-    """Return the share of the time without a pending group.
-
-    The metric `perf/server_idle_frac` only describes the end of each step.
-    """
+    """Return the share of the time without a pending group."""
     busy_s, busy_until = 0.0, start
     for group in groups:  # in the order of their requests
         began, ended = max(group.admitted_at, busy_until), min(group.received_at, end)

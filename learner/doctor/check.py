@@ -223,8 +223,8 @@ def first_steps(run: LearnerRun) -> Metrics:
         trainer.set_kl_coef(0, None)
         interrupt = Interrupt()  # not entered: Ctrl-C ends the trial at once
         num_steps = min(NUM_STEPS, run.learner.steps)
+        timer = StepTimer()
         for step in range(1, num_steps + 1):
-            timer = StepTimer()
             with timer("wait_for_batch"):
                 groups = controller.next_batch(step - 1, interrupt)
             assert groups is not None

@@ -242,7 +242,9 @@ class Evaluations:
 
     def _update_newest(self, made: Evaluation) -> dict[str, float]:
         metrics, start = metrics_of(made), "/".join(filter(None, ("evaluation", made.set_name)))
-        self._newest |= {name: metrics[name] for end in IN_EVERY_STEP if (name := start + end) in metrics}
+        names = [start + end for end in IN_EVERY_STEP]
+        others = {name: value for name, value in self._newest.items() if name not in names}
+        self._newest = others | {name: metrics[name] for name in names if name in metrics}
         return metrics
 
     def _give_up(self, step: int, error: Exception) -> None:

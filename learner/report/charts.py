@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 import numpy as np
 
+from learner.config.rewards import OF_THE_RUN
 from learner.evaluation.results import Evaluation
 from learner.report.plans import COLORS, PLANS, REST, TIME_PARTS, ChartPlan, Unit
 from learner.report.series import Curve, Metrics, Series, extremes, make_series, rounded, series
@@ -94,13 +95,14 @@ def chart_of(plan: ChartPlan, curves: Sequence[tuple[Curve, Metrics]]) -> Chart 
 # ---- charts that take more than their metrics
 def reward_function_charts(metrics: Metrics) -> list[Chart | Absent]:
     """Return a chart of all reward functions if there are several; a single one is the mean reward."""
-    names = sorted({name for line in metrics for name in line if name.startswith("reward/")})
-    names = [name for name in names if name not in ("reward/mean", "reward/std", "reward/exact_match")]
+    recorded = {name.removeprefix("reward/") for line in metrics for name in line if name.startswith("reward/")}
+    names = sorted(recorded - OF_THE_RUN)
     if len(names) < 2:
         return []
-    curves = [Curve(name, name.removeprefix("reward/"), color) for name, color in zip(names, COLORS, strict=False)]
+    curves = [Curve(f"reward/{name}", name, color) for name, color in zip(names, COLORS, strict=False)]
     more = f" The first {len(curves)} of {len(names)}." if len(names) > len(curves) else ""
-    return [plan_chart(ChartPlan("Each reward function", f"Mean per step, before weighting.{more}", curves), metrics)]
+    caption = f"Mean per step, before weighting; also values that functions log.{more}"
+    return [plan_chart(ChartPlan("Each reward function", caption, curves), metrics)]
 
 
 def evaluations_of_metrics(metrics: Metrics) -> Chart | None:

@@ -56,7 +56,7 @@ COMPARED_ROWS: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("reward, first tenth", lambda s: number(s.reward_first, ".3f")),
     ("reward, last tenth", lambda s: number(s.reward_last, ".3f")),
     ("exact match", lambda s: number(s.exact_last, ".3f")),
-    ("evaluation", lambda s: "–" if s.evaluation is None else f"{s.evaluation}, step {s.evaluation_step}"),
+    ("evaluation", lambda s: evaluation_text(s)),
     ("completion tokens/s", lambda s: number(s.completion_tokens_per_s, ",.0f")),
     ("staleness", lambda s: number(s.staleness_mean)),
     ("mismatch", lambda s: number(s.mismatch_mean_abs_logprob, ".1e")),
@@ -153,6 +153,13 @@ def tiles_of(s: Summary) -> list[Tile]:
         Tile("Groups lost", f"{s.groups_lost:,}", f"of {s.groups_admitted:,} admitted", s.groups_lost == 0),
     ]
     return [tile for tile in tiles if tile is not None]
+
+
+def evaluation_text(s: Summary) -> str:
+    """Return the newest evaluation, of each set if there are several, as in `few 0.5, many 0.25, step 6`."""
+    of_sets = [f"{name} {reward}" for name, reward in s.evaluated_sets.items()]
+    rewards = of_sets or ([str(s.evaluation)] if s.evaluation else [])
+    return ", ".join([*rewards, f"step {s.evaluation_step}"]) if rewards else "–"
 
 
 def evaluation_note(reward: Estimate, step: int | None) -> str:

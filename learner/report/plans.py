@@ -117,6 +117,7 @@ TIME_PARTS = (
     Curve("time/forward_backward", "forward and backward", "blue", "area"),
     Curve("time/optimizer", "optimizer", "violet", "area"),
     Curve("time/weight_sync", "weight sync", "teal", "area"),
+    Curve("time/checkpoint", "checkpoint", "green", "area"),
 )
 REST = Curve("time/rest", "batches, parity, other", "grey", "area")
 """Time that no named part of a step covers."""

@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from learner.config import ReportConfig
+from learner.evaluation.background import IN_EVERY_STEP
 from learner.report.dashboard import Dashboard
 from learner.report.records import Samples
 from learner.report.trackers import Trackers
@@ -37,9 +38,10 @@ class RunLog:
         self._health = HealthMonitor()
         self._metrics = JsonLinesFile(run_dir.metrics)
         self._samples = Samples(run_dir.samples, config.samples_every_steps)
-        self._elapsed_before = _elapsed_before(run_dir)
+        line = last_line(run_dir.metrics)
+        self._newest: dict[str, float] = json.loads(line) if line else {}
+        self._elapsed_before = self._newest.get("elapsed_s", 0.0)
         self._started = time.monotonic()
-        self._newest: dict[str, float] = {}
         self._trackers = Trackers(config.trackers, config.project, run_dir)
 
     def start_clock(self) -> None:
@@ -58,10 +60,14 @@ class RunLog:
         self._newest = line
         say(console_line(step, self._num_steps, metrics), line)
 
-    def amend(self, metrics: dict[str, float]) -> None:
-        """Replace the newest step by a line with more metrics. Raises DiskError."""
-        if metrics and self._newest:
-            self._record(int(self._newest["step"]), self._newest | metrics, metrics)
+    def amend(self, step: int, evaluation: dict[str, float]) -> None:
+        """Replace the line of `step`, if it is the newest, by one with these evaluations. Raises DiskError."""
+        if self._newest.get("step") != step or evaluation.items() <= self._newest.items():
+            return
+        # The new values are those of the newest evaluation, which may have none of some name.
+        outdated = [name for name in self._newest if name.startswith("evaluation/") and name.endswith(IN_EVERY_STEP)]
+        line = {name: value for name, value in self._newest.items() if name not in outdated} | evaluation
+        self._record(step, line, evaluation)
 
     def _record(self, step: int, line: dict[str, float], new: dict[str, float]) -> None:
         self._metrics.append(line)
@@ -163,8 +169,3 @@ def unhealthy(metrics: dict[str, float]) -> dict[str, str]:
             '"geometric") and top_entropy_frac'
         )
     return signs
-
-
-def _elapsed_before(run_dir: RunDir) -> float:
-    line = last_line(run_dir.metrics)
-    return json.loads(line)["elapsed_s"] if line else 0.0

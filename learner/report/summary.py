@@ -48,7 +48,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     mismatch_mean_abs_logprob: float | None
     """Larger of two means over the steps: fresh tokens in training, and parity probes."""
     evaluation: Estimate | None
-    """Reward of the newest evaluation that the run itself made."""
+    """Reward of the newest evaluation that the run itself made, unless it has several sets."""
     evaluation_step: int | None
     evaluated_sets: dict[str, Estimate]
     """Reward of each evaluation set, if there are several."""
@@ -91,7 +91,9 @@ def summary_of(metrics: list[dict[str, float]], ledger: LedgerFacts, evaluations
         for name in ("policy/mismatch_abs_logprob", "parity/abs_logprob")
         if (values := _present(metrics, name))
     ]
-    tokens = _present(metrics, "rollout/tokens")
+    # Seconds of the same steps: those of steps that a resume has undone are part of elapsed_s.
+    timed = [line for line in metrics if _present([line], "rollout/tokens") and _present([line], "time/step")]
+    step_s = sum(_present(timed, "time/step"))
     slowdowns = _present(metrics, "evaluation/training_slowdown")
     return Summary(
         steps=len(metrics),
@@ -110,7 +112,7 @@ def summary_of(metrics: list[dict[str, float]], ledger: LedgerFacts, evaluations
         prompts_truncated=_newest(metrics, "data/truncated_prompts"),
         push_stall_median_s=median(stalls) if stalls else None,
         mismatch_mean_abs_logprob=max(mismatches) if mismatches else None,
-        evaluation=evaluations[-1].reward if evaluations else None,
+        evaluation=evaluations[-1].reward if evaluations and evaluations[-1].set_name is None else None,
         evaluation_step=evaluations[-1].step if evaluations else None,
         evaluated_sets={
             one.set_name: one.reward
@@ -118,7 +120,7 @@ def summary_of(metrics: list[dict[str, float]], ledger: LedgerFacts, evaluations
             if one.set_name is not None and one.reward is not None and one.step == evaluations[-1].step
         },
         training_slowdown=median(slowdowns) if slowdowns else None,
-        completion_tokens_per_s=sum(tokens) / seconds if tokens and seconds > 0 else None,
+        completion_tokens_per_s=sum(_present(timed, "rollout/tokens")) / step_s if step_s > 0 else None,
         wait_shares=shares(metrics),
     )
 

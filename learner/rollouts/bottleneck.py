@@ -10,10 +10,11 @@
     nothing, and the server has no group     learner
 
 rollout_buffer.py records the waits. They appear in the step metrics, the console line and the summary.
-Invariant: no second is counted twice. Not thread-safe: rollout_buffer.py holds its lock.
+Invariant: no second is counted twice. Not thread-safe: rollout_buffer.py holds its lock. ServerIdleness belongs
+to the main thread.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 Part = Literal["server", "reward", "link", "weight_sync"]
@@ -57,12 +58,52 @@ class WaitTimes:
         return {f"bottleneck/{part}": part_s for part, part_s in seconds.items()}
 
 
-def learner_s(metrics: Mapping[str, float], server_idle_frac: float) -> float:
-    """Return how many seconds of a step the server waited for the learner.
+class ServerIdleness:
+    """Idle share of the servers in a step, measured apart for the wait for the batch and for the rest."""
 
-    These are the server's idle seconds outside the wait for the batch.
-    """
-    return server_idle_frac * (metrics["time/step"] - metrics["time/wait_for_batch"])
+    def __init__(self, read: Callable[[], tuple[float, float]]) -> None:
+        """`read` returns the servers' seconds without a group, and the seconds observed, so far."""
+        self._read = read
+        self._share: float | None = None
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the time so far."""
+        self._before = self._read()
+        self._in_wait = self._in_rest = (0.0, 0.0)
+
+    def begin_wait(self) -> None:
+        """Record that the wait for the batch begins."""
+        self._in_rest = self._since_last(self._in_rest)
+
+    def end_wait(self) -> None:
+        """Record that the wait for the batch has ended."""
+        self._in_wait = self._since_last(self._in_wait)
+
+    def pop_metrics(self, step_s: float, wait_s: float) -> dict[str, float]:
+        """Return the idle share of the step that ends, and how long the servers waited for the learner.
+
+        The latter are their idle seconds outside the wait for the batch. A part without a heartbeat has the
+        share of the whole step, and a step without one that of the step before.
+        """
+        wait, rest = self._in_wait, self._since_last(self._in_rest)
+        self._in_wait = self._in_rest = (0.0, 0.0)
+        if (observed_s := wait[1] + rest[1]) > 0:
+            self._share = min(1.0, (wait[0] + rest[0]) / observed_s)
+        if self._share is None:
+            return {}
+        learner_s = _share(rest, self._share) * (step_s - wait_s)
+        self._share = (_share(wait, self._share) * wait_s + learner_s) / step_s
+        return {"perf/server_idle_frac": self._share, "bottleneck/learner": learner_s}
+
+    def _since_last(self, sums: tuple[float, float]) -> tuple[float, float]:
+        (idle_s, observed_s), before = self._read(), self._before
+        self._before = (idle_s, observed_s)
+        return sums[0] + idle_s - before[0], sums[1] + observed_s - before[1]
+
+
+def _share(part: tuple[float, float], default: float) -> float:
+    return min(1.0, part[0] / part[1]) if part[1] > 0 else default
 
 
 def shares(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -53,9 +53,13 @@ class Selection:
         }
         self._num_calls.clear()
         metrics |= _logged(groups)
+        num_without = sum(not self._has_signal(group) for group in groups)
+        if self._config.reward.is_learned_from:
+            metrics["batch/no_signal_groups"] = float(num_without)
         if self._config.dynamic_sampling:
             metrics["batch/replaced_groups"] = float(num_replaced)
-            self._warn_of_no_signal(groups, num_replaced)
+            if num_without:
+                self._warn_of_no_signal(num_without, num_replaced)
         return metrics
 
     def _has_signal(self, group: RolloutGroup) -> bool:
@@ -66,18 +70,15 @@ class Selection:
         by_turn = config.advantage.credit != "episode" and config.signal_reward is None
         return by_turn and tells_turns_apart(step_rewards([group], config.reward), config.advantage)
 
-    def _warn_of_no_signal(self, groups: list[RolloutGroup], num_replaced: int) -> None:
-        num_without = sum(not self._has_signal(group) for group in groups)
-        if num_without:
-            log.warning(
-                "training on %d of %d groups without signal: this step has already replaced %d groups "
-                "(learner.max_resamples = %d times groups_per_step); use prompts that are neither too hard nor "
-                "solved",
-                num_without,
-                len(groups),
-                num_replaced,
-                self._config.max_resamples,
-            )
+    def _warn_of_no_signal(self, num_without: int, num_replaced: int) -> None:
+        log.warning(
+            "training on %d of %d groups without signal: this step has already replaced %d groups "
+            "(learner.max_resamples = %d times groups_per_step); use prompts that are neither too hard nor solved",
+            num_without,
+            self._config.groups_per_step,
+            num_replaced,
+            self._config.max_resamples,
+        )
 
 
 def _logged(groups: list[RolloutGroup]) -> dict[str, float]:

@@ -179,13 +179,15 @@ class Fleet:
         """Stop requests to a server whose weight sync failed, until its next one."""
         self.loop.call_soon(self._dropped, member)
 
+    def idle_time(self) -> tuple[float, float]:
+        """Return the servers' seconds without a group, and the seconds that their heartbeats cover, so far."""
+        times = [link.idle_time for link in self._links]
+        return sum(idle_s for idle_s, _ in times), sum(observed_s for _, observed_s in times)
+
     def metrics(self) -> dict[str, float]:
-        """Return idle share, refused messages and, for several servers, their states."""
+        """Return the refused messages and, for several servers, their states."""
         links = [member.link for member in self.members]
         metrics = {"rollout/messages_refused": float(sum(link.num_refused for link in links))}
-        idle = [link.server_idle_frac for link in links if link.server_idle_frac is not None]
-        if idle:
-            metrics["perf/server_idle_frac"] = sum(idle) / len(idle)
         if self.is_several:
             states = Counter(member.state(self.version) for member in self.members)
             names: tuple[State, ...] = ("joining", "syncing", "ready", "draining", "gone")

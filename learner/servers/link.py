@@ -84,8 +84,8 @@ class ServerLink:
     def __init__(self, endpoint: str, hello: Hello, *, keys: LearnerKeys | None = None, insecure: bool = False) -> None:
         self.endpoint = endpoint
         self.welcome: Welcome | None = None
-        self.server_idle_frac: float | None = None
-        """Share of the time between the last two heartbeats in which the server had no group to work on."""
+        self.idle_time = (0.0, 0.0)
+        """Seconds in which the servers at the endpoint had no group, and seconds that their heartbeats cover, so far."""
         self._hello = hello
         self._channel = LearnerChannel(endpoint, keys, insecure=insecure)
         self.handshakes_fail = False
@@ -268,7 +268,8 @@ class ServerLink:
             self._mark_lost()
         now, before = time.monotonic(), self._last_pulse
         if before is not None and before[0].server_id == pulse.server_id:
-            self.server_idle_frac = min(1.0, (pulse.idle_s - before[0].idle_s) / max(now - before[1], 1e-3))
+            idle_s, observed_s = self.idle_time
+            self.idle_time = (idle_s + pulse.idle_s - before[0].idle_s, observed_s + now - before[1])
         self._last_pulse = (pulse, now)
         if pulse.is_draining:
             self._note_draining()

@@ -208,7 +208,10 @@ def staleness(group: RolloutGroup, version: int) -> int:
 
 
 class StepTimer:
-    """Wall-clock time of the named phases of a step; the rest is `other`."""
+    """Wall-clock time of the named phases of a step; the rest is `other`.
+
+    A step begins where the previous one was measured, so that no time is between them.
+    """
 
     def __init__(self) -> None:
         self._started = time.monotonic()
@@ -222,10 +225,12 @@ class StepTimer:
         finally:
             self._phases[phase] = self._phases.get(phase, 0.0) + time.monotonic() - started
 
-    def metrics(self) -> dict[str, float]:
-        """Return time/<phase>, time/other and time/step in seconds."""
-        step_s = time.monotonic() - self._started
+    def pop_metrics(self) -> dict[str, float]:
+        """Return time/<phase>, time/other and time/step in seconds, and begin the next step."""
+        now = time.monotonic()
+        step_s = now - self._started
         phases = self._phases | {"other": step_s - sum(self._phases.values()), "step": step_s}
+        self._started, self._phases = now, {}
         return {f"time/{phase}": seconds for phase, seconds in phases.items()}
 
 

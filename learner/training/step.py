@@ -74,9 +74,6 @@ def train_on(trainer: PolicyTrainer, groups: list[RolloutGroup], version: int, t
     )
     metrics |= trainer.mismatch.pop_metrics(accelerator, groups)
     metrics["perf/train_tflop"] = train_tflop(trainer, rows)
-    metrics["batch/no_signal_groups"] = float(
-        sum(not any(map(any, advantages_G_K)) for advantages_G_K in advantages_P_G_K)
-    )
     metrics["optim/skipped_updates"] = float(num_skipped)
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
 

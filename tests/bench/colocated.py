@@ -1,8 +1,6 @@
 """Run the whole system with `slipstream colocate` and measure it.
 
-    config ─▶ server and learner ─▶ RUN_DIR/metrics.jsonl, and samples of the server's /status
-
-A metric samples the server's idleness at the end of a step; /status counts idle seconds.
+config ─▶ server and learner ─▶ RUN_DIR/metrics.jsonl, and samples of the server's /status
 """
 
 import http.client

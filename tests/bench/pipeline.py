@@ -101,7 +101,6 @@ def compare(runs: dict[str, list[Run]], cell: str, target: float, warm_up: int) 
         "idle_measured": measured,
         "idle_predicted": predicted,
         "idle_tolerance": IDLE_TOLERANCE,
-        "server_idle_frac_at_step_ends": statistics.median(run.server_idle_frac_at_step_ends for run in runs["async"]),
         "alone_s_per_step": alone_s,
         "target": target,
         "s_to_target": medians,

@@ -49,7 +49,7 @@ def steps_of(
 def run_of(steps: list[Step], **more: float) -> Run:
     phases_s = {"time/step": more.get("step_s", 1.0), "time/wait_for_batch": more.get("wait_s", 0.0)}
     return Run(
-        steps=steps, server_idle_frac=more.get("server_idle", 0.0), server_idle_frac_at_step_ends=0.0,
+        steps=steps, server_idle_frac=more.get("server_idle", 0.0),
         learner_idle_frac=more.get("learner_idle", 0.0), phases_s=phases_s,
     )  # fmt: skip
 

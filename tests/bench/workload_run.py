@@ -30,8 +30,6 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     steps: list[Step]
     server_idle_frac: float
     """Idle share by the server's counter of seconds."""
-    server_idle_frac_at_step_ends: float
-    """Mean of perf/server_idle_frac, which is sampled at the end of each step."""
     learner_idle_frac: float
     phases_s: dict[str, float]
     """Mean time/<phase> of the learner per step."""
@@ -68,7 +66,6 @@ def run_workload(run: LearnerRun, warm_up: int) -> Run:
     return Run(
         steps=steps,
         server_idle_frac=seen.idle_frac(lines[warm_up - 1]["time"], lines[-1]["time"]),
-        server_idle_frac_at_step_ends=_mean(steady, "perf/server_idle_frac"),
         learner_idle_frac=idle_frac(steps, warm_up),
         phases_s={key: _mean(steady, key) for key in sorted(steady[-1]) if key.startswith("time/")},
     )

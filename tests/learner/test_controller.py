@@ -28,7 +28,9 @@ def parts_of(tmp_path: Path, **parts: Any) -> dict[str, Any]:
 def test_a_run_without_servers_ends_at_a_deadline(tmp_path: Path) -> None:
     fleet = SimpleNamespace(is_connected=False, on_wait=lambda: None, no_server=lambda: DeadlineExceeded("nobody"))
     rollouts, evaluations = SimpleNamespace(next_batch=lambda *_: time.sleep(0.01)), SimpleNamespace(holds=False)
-    controller = Controller(**parts_of(tmp_path, fleet=fleet, rollouts=rollouts, evaluations=evaluations))
+    idleness = SimpleNamespace(begin_wait=lambda: None)
+    parts = parts_of(tmp_path, fleet=fleet, idleness=idleness, rollouts=rollouts, evaluations=evaluations)
+    controller = Controller(**parts)
     interrupt: Any = SimpleNamespace(requested=False)
     with pytest.raises(DeadlineExceeded, match="nobody"):
         controller.next_batch(0, interrupt)

@@ -49,7 +49,7 @@ def test_a_rank_that_dies_in_training_ends_the_others_with_one_line(tmp_path: Pa
         finally:
             for rank in ranks:
                 rank.kill()
-    expected = [2] * NUM_RANKS
+    expected = [1] * NUM_RANKS
     expected[victim] = -signal.SIGKILL
     assert codes == expected
     text = log.read_text()
@@ -97,7 +97,7 @@ def die_beside_one_that_hears_nothing(*, is_watched: bool) -> None:
 @pytest.mark.parametrize("is_watched", [True, False], ids=["", "and whose death comes before the watch begins"])
 def test_a_rank_whose_collective_does_not_notice_a_death_is_killed(tmp_path: Path, is_watched: bool) -> None:
     codes, log = run_ranks(tmp_path / "log", partial(die_beside_one_that_hears_nothing, is_watched=is_watched))
-    assert codes == [2, -signal.SIGKILL]
+    assert codes == [1, -signal.SIGKILL]
     (line,) = error_lines(log)
     assert "rank 1 of this learner" in line
 
@@ -111,7 +111,7 @@ def fail_alone() -> None:
 
 def test_an_error_of_one_rank_is_reported_only_by_that_rank(tmp_path: Path) -> None:
     codes, log = run_ranks(tmp_path / "log", fail_alone)
-    assert codes == [2, 1]
+    assert codes == [1, 1]
     assert log.count("Traceback") == 1 and "ZeroDivisionError: a bug" in log
     (line,) = error_lines(log)
     assert "rank 1 of this learner" in line

@@ -142,6 +142,7 @@ def test_metrics_have_the_names_of_the_design(plain: Plain) -> None:
     metrics = metrics_of(plain.run)
     assert expected <= metrics[0].keys()
     assert not any(name.startswith("servers/") for name in metrics[-1]), "a single server has no such metrics"
+    assert all("time/checkpoint" in line for line in metrics[1:]), "a step begins with the checkpoint of the one before"
     for line in metrics:
         assert line["bottleneck/server"] > 0, "the server reports its time"
         assert sum(line[name] for name in line if name.startswith("bottleneck/")) <= line["time/step"]

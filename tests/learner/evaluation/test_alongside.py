@@ -14,10 +14,11 @@ from learner.config import LearnerRun
 from learner.evaluation import openai_client, results
 from learner.evaluation.background import Evaluations, PartialHeader, PartialResults
 from learner.evaluation.openai_client import PromptAnswers
-from learner.evaluation.results import FILE, Evaluation, earlier
-from learner.report.page import compare, render, write_comparison
+from learner.evaluation.results import FILE, Estimate, Evaluation, earlier
+from learner.report.page import compare, comparison_text, render, write_comparison
 from learner.report.summary import as_text, read_metrics, summarize
 from learner.rewards.workers import RewardWorkers
+from learner.run_inputs import RunInputs
 from learner.storage.checkpoint import best_models, complete_checkpoints, remove_checkpoint
 from learner.train import train
 from tests.fakes import ServerThread
@@ -133,6 +134,31 @@ def test_a_learner_killed_during_an_evaluation_requests_each_prompt_once(
     goes_on = "resuming the evaluation after step" in life.log
     assert len(openai.requests) - 3 * NUM_PROMPTS <= (1 if goes_on else 4)
     assert not (Path(run.run_dir) / "evaluation.partial.jsonl").exists()
+
+
+def test_the_newest_evaluation_is_reported_without_values_of_an_older_one(tmp_path: Path) -> None:
+    evaluation = {"url": "http://127.0.0.1:1", "every_steps": 1, "sets": SETS}
+    run = make_run(tmp_path, "tcp://127.0.0.1:1", evaluation=evaluation)
+    evaluations = Evaluations(RunInputs(run), tmp_path, "run-1")
+    made = Evaluation(
+        time=0.0, data="data", url="url", model="model", versions=None, num_prompts=1, num_samples=1, temperature=0.0,
+        seconds=1.0, reward=Estimate(0.5, 0.4, 0.6), functions={}, pass_at={}, majority=None, reward_finished=None,
+        truncated_frac=0.0, length_mean=1.0, rewards_P=[0.5], questions_digest="",
+    )  # fmt: skip
+
+    def metrics_after(step: int, **changed: Any) -> dict[str, float]:
+        """Return the metrics that a step repeats after evaluations of both sets at this step."""
+        for one in evaluations._sets:
+            its = {"step": step, "set_name": one.set_name, "questions_digest": one.digest} | changed
+            results.record_evaluation(tmp_path / FILE, msgspec.structs.replace(made, **its))
+        evaluations.resume(step)
+        return evaluations.pop_metrics()
+
+    names = {f"evaluation/{name}/{end}" for name in SETS for end in ("step", "reward", "reward/low", "reward/high")}
+    assert metrics_after(1).keys() == names
+    all_equal = metrics_after(2, reward=Estimate(1.0))
+    assert all_equal.keys() == {name for name in names if name.endswith(("step", "reward"))}
+    assert metrics_after(3, reward=None) == {f"evaluation/{name}/step": 3.0 for name in SETS}
 
 
 def test_a_run_killed_in_its_last_evaluation_requests_only_missing_answers(
@@ -264,5 +290,8 @@ def test_each_set_is_recorded_under_its_name_and_one_set_selects_the_best_model(
     other.mkdir()
     for file in ("metrics.jsonl", "ledger.db", "config.toml", FILE):
         (other / file).write_bytes((Path(run.run_dir) / file).read_bytes())
-    comparison = write_comparison(*compare([Path(run.run_dir), other])).read_text()
+    compared, lines = compare([Path(run.run_dir), other])
+    comparison = write_comparison(compared, lines).read_text()
     assert "Evaluations: few" in comparison and "Evaluations: many" in comparison
+    few, many = (one.reward for one in last.values())
+    assert f"few {few}, many {many}, step {STEPS}" in comparison_text(compared) and summary.evaluation is None

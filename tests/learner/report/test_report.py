@@ -22,8 +22,8 @@ from tests.learner.report.pages import Page, page_of
 from tests.learner.report.synthetic_run import metrics_of, write_ledger, write_lines, write_run
 
 TITLES = [
-    "Reward per step", "Reward over time", "Staleness of consumed groups", "Staleness per step", "KL to the reference",
-    "Time per step", "Entropy", "Clipped tokens", "Gradient norm", "Completion length", "Truncated completions",
+    "Reward per step", "Reward over time", "Each reward function", "Staleness of consumed groups", "Staleness per step",
+    "KL to the reference", "Time per step", "Entropy", "Clipped tokens", "Gradient norm", "Completion length", "Truncated completions",
     "Reward deviation", "Loss", "Learning rate", "Idle time", "Weight sync time", "Mismatch of server and learner",
 ]  # fmt: skip
 INF = float("inf")
@@ -121,9 +121,15 @@ def charts_of(metrics: list[dict[str, float]]) -> dict[str, Chart]:
 
 
 def test_several_reward_functions_get_a_separate_chart() -> None:
-    rewards = {"reward/a": 0.1, "reward/b": 0.2, "reward/mean": 0.3}
-    charts = charts_of([{"step": step, "elapsed_s": step} | rewards for step in range(1, 9)])
+    of_the_run = {"reward/mean": 0.3, "reward/turn_mean": 0.2, "reward/turn_1": 0.2}
+
+    def charts_with(rewards: dict[str, float]) -> dict[str, Chart]:
+        return charts_of([{"step": step, "elapsed_s": step} | of_the_run | rewards for step in range(1, 9)])
+
+    charts = charts_with({"reward/close_to_20_words": 0.1, "reward/exact_match": 0.2})
     assert list(charts) == ["Reward per step", "Reward over time", "Each reward function"]
+    assert [curve.name for curve in charts["Each reward function"].series] == ["close_to_20_words", "exact_match"]
+    assert "Each reward function" not in charts_with({"reward/exact_match": 0.2})
 
 
 def test_each_evaluation_set_has_a_curve() -> None:

@@ -1,10 +1,15 @@
-"""Warnings about off-policy trouble: logged once when a sign appears, and never in a healthy run."""
+"""The line of the last step with a late evaluation, and warnings about off-policy trouble, logged once."""
 
+import json
 import logging
+from pathlib import Path
 
 import pytest
 
-from learner.report.run_log import HealthMonitor, unhealthy
+from learner.config import ReportConfig
+from learner.report.run_log import HealthMonitor, RunLog, unhealthy
+from learner.storage.run_dir import RunDir
+from tests.learner.runs import make_run
 
 HEALTHY = {
     "policy/ratio_mean": 1.01,
@@ -46,3 +51,17 @@ def test_a_lasting_sign_is_logged_once_and_again_after_it_returns(caplog: pytest
         for step, ess in enumerate([0.9, 0.2, 0.1, 0.9, 0.2], start=1):
             health.watch(step, HEALTHY | {"policy/ess": ess})
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["step 2", "step 5"]
+
+
+def test_a_resume_adds_the_last_evaluation_to_the_line_of_its_step(tmp_path: Path) -> None:
+    line = {"step": 4, "elapsed_s": 8.0, "evaluation/seconds": 0.5, "evaluation/step": 2, "evaluation/reward/low": 0.1}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    run_dir = RunDir(tmp_path, make_run(tmp_path, "tcp://a:1"))
+    log = RunLog(run_dir, ReportConfig(trackers=()), num_steps=4)
+    log.amend(4, {"evaluation/step": 2})  # an evaluation that the line has
+    log.amend(3, {"evaluation/step": 3})  # the checkpoint is older than the line
+    log.amend(4, {"evaluation/step": 4, "evaluation/reward": 0.5})
+    log.close()
+    run_dir.close()
+    amended = {"step": 4, "elapsed_s": 8.0, "evaluation/seconds": 0.5, "evaluation/step": 4, "evaluation/reward": 0.5}
+    assert [json.loads(one) for one in run_dir.metrics.read_text().splitlines()] == [line, amended]

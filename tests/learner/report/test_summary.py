@@ -35,7 +35,7 @@ def test_every_number_equals_an_independent_computation_and_no_file_changes(tmp_
     assert summary.push_stall_median_s == pytest.approx(np.median(column("weight_sync/stall_seconds")))
     means = [np.nanmean(column("policy/mismatch_abs_logprob")), np.nanmean(column("parity/abs_logprob"))]
     assert summary.mismatch_mean_abs_logprob == pytest.approx(max(means))
-    assert summary.completion_tokens_per_s == pytest.approx(column("rollout/tokens").sum() / summary.seconds)
+    assert summary.completion_tokens_per_s == pytest.approx(column("rollout/tokens").sum() / column("time/step").sum())
     waits = {
         part: column(f"bottleneck/{part}").sum() for part in ("server", "reward", "link", "weight_sync", "learner")
     } | {"reference": 0.0}  # the run has no server for it
@@ -100,6 +100,15 @@ def test_steps_discarded_by_a_resume_do_not_count(tmp_path: Path) -> None:
     assert [(line["step"], line["value"]) for line in read_steps(path)] == [
         (1, "old"), (2, "old"), (3, "old"), (4, "old"), (5, "new"), (6, "new"),
     ]  # fmt: skip
+
+
+def test_the_speed_after_a_resume_is_that_of_the_steps_that_count(tmp_path: Path) -> None:
+    write_ledger(tmp_path / "ledger.db", 1, random.Random(0))
+    steps = [*range(1, 9), *range(5, 11)]
+    step = {"rollout/tokens": 200.0, "time/step": 0.25}
+    lines = [{"step": number, "elapsed_s": 0.25 * place, **step} for place, number in enumerate(steps, 1)]
+    write_lines(tmp_path / "metrics.jsonl", lines)
+    assert summarize(tmp_path).completion_tokens_per_s == 800.0
 
 
 def test_the_incomplete_last_line_of_a_killed_learner_is_ignored(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from learner.report.run_log import console_line
-from learner.rollouts.bottleneck import WaitTimes, held_up_by, learner_s, shares
+from learner.rollouts.bottleneck import ServerIdleness, WaitTimes, held_up_by, shares
 from protocol.messages import Generate, Message
 from tests.learner.rollouts.hand_server import HandServer, answers, next_slots, published_on
 
@@ -50,9 +50,44 @@ def test_the_wait_for_the_server_is_split_by_its_reported_times() -> None:
     assert WaitTimes().metrics()["bottleneck/server"] == 0.0
 
 
-def test_an_idle_server_waits_for_the_learner_while_no_batch_is_awaited() -> None:
-    metrics = {"time/step": 10.0, "time/wait_for_batch": 4.0}
-    assert learner_s(metrics, server_idle_frac=0.5) == 3.0
+class Heartbeats:
+    """Idle and observed seconds of servers."""
+
+    def __init__(self) -> None:
+        self.time = (7.0, 90.0)
+        self.idleness = ServerIdleness(lambda: self.time)
+
+    def step(
+        self, wait: tuple[float, float], rest: tuple[float, float], *, wait_s: float, step_s: float
+    ) -> list[float]:
+        """Return the idle share of a step and its seconds of the learner, given idle and observed seconds."""
+        self.idleness.begin_wait()
+        self._add(wait)
+        self.idleness.end_wait()
+        self._add(rest)
+        return list(self.idleness.pop_metrics(step_s, wait_s).values())
+
+    def _add(self, seconds: tuple[float, float]) -> None:
+        self.time = (self.time[0] + seconds[0], self.time[1] + seconds[1])
+
+
+def test_the_idle_share_of_the_servers_covers_the_whole_step() -> None:
+    """Two servers generate for 40 s and then wait for 10 s of training."""
+    seen = Heartbeats()
+    assert seen.step((0.0, 80.0), (20.0, 20.0), wait_s=40.0, step_s=50.0) == pytest.approx([0.2, 10.0])
+    # The rewards hold up the next step: the servers are idle while the learner waits.
+    assert seen.step((40.0, 80.0), (0.0, 20.0), wait_s=40.0, step_s=50.0) == pytest.approx([0.4, 0.0])
+    seen._add((5.0, 5.0))  # a checkpoint, counted before the wait
+    assert seen.step((0.0, 0.0), (0.0, 15.0), wait_s=0.1, step_s=20.1) == pytest.approx([0.25, 5.0], rel=0.01)
+
+
+def test_a_step_without_a_heartbeat_has_the_idle_share_of_the_step_before() -> None:
+    seen = Heartbeats()
+    assert seen.step((0.0, 0.0), (0.0, 0.0), wait_s=0.1, step_s=0.2) == []
+    seen._add((100.0, 100.0))
+    seen.idleness.restart()
+    seen.step((0.1, 0.4), (0.0, 0.0), wait_s=0.1, step_s=0.2)
+    assert seen.step((0.0, 0.0), (0.0, 0.0), wait_s=0.1, step_s=0.2) == pytest.approx([0.25, 0.025])
 
 
 def test_the_part_with_the_largest_share_is_named_if_it_took_more_than_half() -> None:

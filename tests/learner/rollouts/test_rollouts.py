@@ -124,6 +124,7 @@ def test_a_group_whose_rewards_are_only_logged_is_trained_without_them(tmp_path:
         metrics = rollouts.batch_metrics
     assert [group.group_id for group in groups] == ["0.0", "1.0", "2.0"] and dropped(tmp_path) == []
     assert all(group.rewards_G == [None] * 4 for group in groups) and metrics["rollout/rewards_failed"] >= 3
+    assert "batch/no_signal_groups" not in metrics, "there is no reward to learn from"
     config = make_run(tmp_path, "tcp://127.0.0.1:1", reward=reward, **distilled).learner
     assert len(trained_rows(groups, advantages(groups, config), config)) == 12
     step = group_metrics(groups, 0)

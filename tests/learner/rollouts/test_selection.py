@@ -46,6 +46,14 @@ def test_a_single_function_can_decide_the_signal(tmp_path: Path, signal_reward: 
     assert accepted(tmp_path, rewards, signal_reward) == expected
 
 
+def test_a_batch_counts_its_groups_without_signal_also_without_dynamic_sampling(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "tcp://127.0.0.1:1", reward={"functions": ["exact_match"]})
+    request = GroupRequest(slot=0, attempt=0, prompt=Prompt(prompt_id=0, prompt="1", token_ids=[1], columns={}))
+    empty = Group(group_id="0.0", entered_version=0, completions=[])
+    groups = [score(request, empty, {"exact_match": rewards}).group for rewards in ([1.0, 1.0], [0.0, 0.0], [0.0, 1.0])]
+    assert Selection(run.learner).metrics_of(groups, num_replaced=0)["batch/no_signal_groups"] == 2
+
+
 @pytest.mark.parametrize(
     ("credit", "turn_rewards", "signal_reward", "expected"),
     [

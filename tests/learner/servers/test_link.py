@@ -127,6 +127,21 @@ async def test_replies_to_a_push_that_nobody_waits_for_any_more_are_not_those_to
     assert (await at.link.finish_push("f")).version == 1
 
 
+@pytest.mark.usefixtures("hasty")
+@on_a_link
+async def test_heartbeats_add_up_the_time_without_a_group(at: OnALink) -> None:
+    await until(lambda: at.link.idle_time[1] > 0.5)
+    idle_s, observed_s = at.link.idle_time
+    assert idle_s == pytest.approx(observed_s, abs=0.3)
+    at.engine.release.clear()
+    sampling, ids = Sampling(num_completions=1, max_tokens=4), np.array([1], np.int32)
+    await at.link.generate(Generate(group_id="0.0", prompt_token_ids=ids, sampling=sampling, deadline_s=60.0))
+    await until(lambda: at.link.last_count[0] == 1)
+    idle_s, observed_s = at.link.idle_time
+    await until(lambda: at.link.idle_time[1] > observed_s + 0.5)
+    assert at.link.idle_time[0] == pytest.approx(idle_s, abs=0.01)
+
+
 @on_a_link
 async def test_a_group_whose_ack_could_not_be_sent_is_not_counted_as_one_that_the_server_owes(at: OnALink) -> None:
     at.engine.release.clear()

@@ -3,6 +3,7 @@
 import math
 import mmap
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from learner.train import train
 from learner.training.metrics import (
     Devices,
     RatioRange,
+    StepTimer,
     group_metrics,
     memory_metrics,
     peak_tflops,
@@ -101,6 +103,18 @@ def test_throughput_counts_prompts_per_device_and_uses_a_known_peak(
 )  # fmt: skip
 def test_only_a_device_of_exactly_this_name_has_its_peak(device: str, peak: float | None) -> None:
     assert peak_tflops(device) == peak
+
+
+def test_no_time_is_between_two_steps() -> None:
+    timer, started = StepTimer(), time.monotonic()
+    with timer("forward_backward"):
+        time.sleep(0.02)
+    first = timer.pop_metrics()
+    with timer("checkpoint"):
+        time.sleep(0.05)
+    second, ended = timer.pop_metrics(), time.monotonic()
+    assert first["time/step"] + second["time/step"] == pytest.approx(ended - started, abs=0.01)
+    assert second.keys() == {"time/checkpoint", "time/other", "time/step"} and second["time/checkpoint"] >= 0.05
 
 
 def test_lengths_and_the_deviation_within_groups_are_those_of_the_completions(accelerator: Accelerator) -> None:
