@@ -112,6 +112,18 @@ def test_stops_beyond_the_servers_limit_are_applied_to_its_answers(
     assert made.versions == ((3, 4) if tells_tokens else None) and ("by a model" in as_text(made)) != tells_tokens
 
 
+@pytest.mark.parametrize("tells_tokens", [True, False])
+def test_a_special_token_can_be_a_stop_and_is_removed_from_the_rated_text(
+    tmp_path: Path, openai: OpenAIServer, tells_tokens: bool
+) -> None:
+    openai.answer, openai.tells_tokens = (lambda prompt, count: [prompt[:-1] + "<eos>"]), tells_tokens
+    made = evaluate(a_run(tmp_path, openai, "--learner.sampling.stop", "<eos>"))[0]
+    assert made.reward is not None and made.reward.mean == 1.0
+    assert not any(body["skip_special_tokens"] for body in openai.requests), "the server would never see the stop"
+    evaluate(a_run(tmp_path, openai))
+    assert all(body["skip_special_tokens"] for body in openai.requests[10:])
+
+
 BOTH_KEYS = ("EVALUATION_API_KEY", "OPENAI_API_KEY")
 
 
