@@ -85,7 +85,8 @@ def test_pass_at_k_and_the_majority_are_reported_for_several_samples(tmp_path: P
     assert shares == {"1": pytest.approx(0.625), "2": pytest.approx(0.75), "4": 1.0}
     assert made.majority is not None and made.majority.mean == 0.5
     assert made.reward is not None and made.reward.mean == pytest.approx(0.625)
-    assert len({body["seed"] for body in openai.requests}) == 10
+    seeds = {body["seed"] + sample for body in openai.requests for sample in range(4)}
+    assert len(seeds) == 10 * 4, "samples with one seed would share their random numbers"
 
 
 def test_the_evaluation_waits_for_an_unavailable_server_and_reports_it_once(
