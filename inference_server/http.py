@@ -188,8 +188,6 @@ async def build_http(
 ) -> HttpServer:
     """Return a server with vLLM's OpenAI routes, /health, /metrics and our /status."""
     args = application_arguments(str(model_path), run.model)
-    # Otherwise vLLM reads VLLM_API_KEY, which may be a different key.
-    args.api_key = None if api_key is None else [api_key]
     set_openai_options(args, run.server)
     app = build_application(args, await llm.get_supported_tasks(), llm.model_config, status)
     get_prometheus_registry().register(_Metrics(status))
@@ -209,13 +207,17 @@ async def build_http(
 
 
 def application_arguments(model_path: str, served_name: str) -> Namespace:
-    """Return the arguments of `vllm serve`, without access log and statistics log.
+    """Return the arguments of `vllm serve`, without access log, statistics log and key.
 
     The task that logs statistics would keep a reference to the first engine.
     """
     flags = ["--disable-uvicorn-access-log", "--disable-log-stats"]
     named = ["--model", model_path, "--served-model-name", served_name]
-    return make_arg_parser(FlexibleArgumentParser()).parse_args([*named, *flags])
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args([*named, *flags])
+    # ApiKeyGate checks the key. vLLM's own check does not know x-api-key, and without a value here it would read
+    # VLLM_API_KEY.
+    args.api_key = [""]
+    return args
 
 
 def build_application(

@@ -179,7 +179,7 @@ def read_api_key(config: ServerConfig, *, insecure: bool) -> str | None:
     """
     if config.api_key_file is not None:
         return read_secret(Path(config.api_key_file), f"server.api_key_file = {config.api_key_file!r}")
-    key = os.environ.get("VLLM_API_KEY") or None
+    key = os.environ.get("VLLM_API_KEY", "").strip() or None  # a key from a file ends with a newline
     if config.http_port and key is None and not insecure and not is_loopback(http_host(config)):
         raise ConfigError(
             f"server.http_host = {config.http_host!r} is reachable from other machines, and without a key anyone there "

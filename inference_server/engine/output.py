@@ -123,10 +123,20 @@ so that no tensor is compared with them."""
 
 
 def _joined(parts: list[LogprobsLists]) -> LogprobsLists:
+    """Concatenate the rows of several steps.
+
+    The rows of a step are as wide as the most logprobs that any of its requests wants. The narrowest step has
+    all that this request wants.
+    """
     if len(parts) == 1:
         return parts[0]
     token_ids, logprobs, ranks, _ = zip(*parts, strict=True)
-    return LogprobsLists(np.concatenate(token_ids), np.concatenate(logprobs), np.concatenate(ranks))
+    width = min(rows.shape[1] for rows in logprobs)
+    return LogprobsLists(
+        np.concatenate([rows[:, :width] for rows in token_ids]),
+        np.concatenate([rows[:, :width] for rows in logprobs]),
+        np.concatenate(ranks),
+    )
 
 
 def send_in_pieces() -> None:

@@ -29,6 +29,7 @@ from inference_server.engine.data_parallel import replicas_as_ours
 from inference_server.engine.guests import FIRST_OF_GUESTS
 from inference_server.engine.interface import EngineDead
 from inference_server.engine.node_link import ServerNodes
+from inference_server.engine.request_limits import refuse_deadly_requests
 from inference_server.engine.vllm_args import engine_arguments, is_in_engine_process
 from protocol.errors import ConfigError
 from protocol.hardware import bound_to_cores
@@ -75,6 +76,7 @@ class VersionedLLM(AsyncLLM):
         super().__init__(
             *args, **options | {"stat_loggers": [lambda _, replica: steps.setdefault(replica, StepCounter())]}
         )
+        refuse_deadly_requests(self.input_processor, self.vllm_config)
         self.admitting = asyncio.Event()
         self.admitting.set()
         if self.vllm_config.lora_config is not None:

@@ -234,6 +234,7 @@ class VllmEngine:
             raise EngineDead(reason)
 
     async def restart(self) -> None:
+        self.llm.admitting.set()  # /v1 requests that wait for a weight sync fail with this engine
         starting = asyncio.create_task(asyncio.to_thread(self._start_anew))
         try:
             await asyncio.shield(starting)

@@ -38,7 +38,7 @@ PUBLIC: Names = {
         "SchedulerConfig.max_num_seqs": "",
         "SchedulerConfig.scheduler_cls": "", "VllmConfig": "",
         "VllmConfig.aux_output_config": "", "VllmConfig.lora_config": "", "VllmConfig.model_config": "",
-        "VllmConfig.parallel_config": "", "VllmConfig.scheduler_config": "",
+        "VllmConfig.parallel_config": "", "VllmConfig.scheduler_config": "", "VllmConfig.use_v2_model_runner": "",
         "set_current_vllm_config": "vllm_config /",
     },
     "vllm.engine.arg_utils": {
@@ -61,7 +61,7 @@ PUBLIC: Names = {
     },
     "vllm.entrypoints.launchers.app": {"build_app": "args, supported_tasks, model_config /"},
     "vllm.entrypoints.openai.models.serving": {"OpenAIServingModels.show_available_models": ""},
-    "vllm.exceptions": {"VLLMClientError": ""},
+    "vllm.exceptions": {"VLLMClientError": "", "VLLMValidationError": "message /"},
     "vllm.logprobs": {"FlatLogprobs.logprobs": ""},
     "vllm.lora.request": {"LoRARequest": "lora_name, lora_int_id, lora_path /"},
     "vllm.model_executor.layers.quantization": {"register_quantization_config": "quantization /"},
@@ -88,7 +88,9 @@ PUBLIC: Names = {
     "vllm.renderers.chat_utils": {"load_chat_template": "chat_template /"},
     "vllm.sampling_params": {
         "RequestOutputKind": "", "RequestOutputKind.DELTA": "", "RequestOutputKind.FINAL_ONLY": "",
-        "SamplingParams": "", "SamplingParams.routed_experts_prompt_start": "", "SamplingParams.stop": "",
+        "SamplingParams": "", "SamplingParams.all_stop_token_ids": "", "SamplingParams.allowed_token_ids": "",
+        "SamplingParams.bad_words_token_ids": "", "SamplingParams.logit_bias": "", "SamplingParams.min_tokens": "",
+        "SamplingParams.routed_experts_prompt_start": "", "SamplingParams.stop": "",
         "SamplingParams.stream_interval": "",
     },
     "vllm.tasks": {"SupportedTask": ""},
@@ -140,6 +142,17 @@ PRIVATE: tuple[Private, ...] = (
                 "LogprobsLists": "logprob_token_ids, logprobs, sampled_token_ranks, cu_num_generated_tokens /",
             },
             "vllm.v1.request": {"Request.client_index": "", "Request.sampling_params": ""},
+        },
+    ),
+    Private(
+        "vLLM sends its engine some requests of which it dies, and the OpenAI application has no hook to check them",
+        {
+            "vllm.v1.engine": {
+                "EngineCoreRequest": "", "EngineCoreRequest.mm_features": "", "EngineCoreRequest.prompt_token_ids": "",
+                "EngineCoreRequest.sampling_params": "",
+            },
+            "vllm.v1.engine.async_llm": {"AsyncLLM.input_processor": ""},
+            "vllm.v1.engine.input_processor": {"InputProcessor": "", "InputProcessor.process_inputs": ""},
         },
     ),
     Private(

@@ -297,6 +297,24 @@ def test_an_output_with_other_fields_is_sent_immediately_with_all_held_tokens(fi
     assert pieces.take([output_of(0, 4)]) == []
 
 
+def test_held_logprobs_are_joined_although_requests_of_some_steps_want_more() -> None:
+    """vLLM's rows are as wide as the most logprobs that a request of the step wants."""
+    pieces = OutputBuffer(Engine(FrontEnd(params_of(SAMPLING, set()))).requests)
+    for number, width in enumerate((1, 1, 3, 2)):
+        output = output_of(0, number, FinishReason.STOP if number == 3 else None)
+        more = np.zeros((1, width - 1))
+        assert output.new_logprobs is not None
+        token_ids, logprobs, ranks, _ = output.new_logprobs
+        output.new_logprobs = LogprobsLists(
+            np.hstack([token_ids, more.astype(np.int32)]), np.hstack([logprobs, more.astype(np.float32)]), ranks
+        )
+        sent = pieces.take([output])
+    (last,) = sent
+    assert last.new_token_ids == [1, 2, 3] and last.new_logprobs is not None
+    token_ids, logprobs, ranks, _ = last.new_logprobs
+    assert (token_ids.tolist(), logprobs.tolist(), ranks.tolist()) == ([[1], [2], [3]], [[-1], [-2], [-3]], [1, 2, 3])
+
+
 def rows_of(*numbers: int) -> np.ndarray:
     """Return routed experts of one layer, with one expert per token."""
     return np.array(numbers, np.uint8).reshape(-1, 1, 1)

@@ -108,7 +108,7 @@ def test_every_route_except_monitoring_and_preflight_requires_the_key(path: str)
 def test_the_key_is_read_from_a_private_file_or_vllms_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     assert read_api_key(ServerConfig(), insecure=False) is None
-    monkeypatch.setenv("VLLM_API_KEY", "of-the-environment")
+    monkeypatch.setenv("VLLM_API_KEY", "of-the-environment\n")
     assert read_api_key(ServerConfig(), insecure=False) == "of-the-environment"
     write_secret(tmp_path / "key", KEY)
     config = ServerConfig(api_key_file=str(tmp_path / "key"))
@@ -118,7 +118,7 @@ def test_the_key_is_read_from_a_private_file_or_vllms_variable(tmp_path: Path, m
         read_api_key(config, insecure=False)
 
 
-@pytest.mark.parametrize("key", [None, ""])
+@pytest.mark.parametrize("key", [None, "", "\n"])
 def test_http_beyond_loopback_needs_a_key_or_explicit_consent(monkeypatch: pytest.MonkeyPatch, key: str | None) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     if key is not None:

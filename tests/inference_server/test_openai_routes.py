@@ -17,7 +17,7 @@ from inference_server.http_access import OPEN_PATHS, SERVED, ApiKeyGate, RouteGa
 from tests.inference_server.asgi import as_asked, ask, everything, status_behind
 
 KEY = "sk-of-this-test"
-HEALTHY = {"unavailable": None, "policy_version": 3}
+HEALTHY = {"unavailable": None, "policy_version": 3, "weights_run": None}
 ACTING = {
     "/invocations", "/generative_scoring", "/scale_elastic_ep", "/is_scaling_elastic_ep", "/collective_rpc", "/sleep",
     "/pause", "/update_weights", "/reset_prefix_cache", "/v1/load_lora_adapter", "/v1/responses/render",
@@ -33,6 +33,7 @@ def vllms() -> Iterator[FastAPI]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")
         patch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+        patch.setenv("VLLM_API_KEY", KEY)
         yield build_application(application_arguments("m", "m"), ("generate",), None, lambda: HEALTHY)
     logging.getLogger().setLevel(level)  # vLLM's application has raised it for all tests of this process
 
@@ -70,3 +71,10 @@ def test_every_route_except_the_open_ones_requires_the_key(vllms: FastAPI) -> No
     assert {"/health", "/ping", "/metrics", "/version", "/load", "/status"} == OPEN_PATHS, (
         "SECURITY.md lists these paths"
     )
+
+
+def test_vllms_application_accepts_both_headers_with_the_key(vllms: FastAPI) -> None:
+    gate = ApiKeyGate(guard(vllms, lambda: HEALTHY, can_read_tools=True), KEY)
+    for headers in ({"authorization": f"Bearer {KEY}"}, {"x-api-key": KEY}):
+        assert status_behind(gate, "/v1/messages/count_tokens", "POST", **headers) not in (401, 404), headers
+    assert status_behind(gate, "/v1/messages/count_tokens", "POST") == 401

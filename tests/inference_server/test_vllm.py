@@ -17,6 +17,7 @@ import numpy as np
 import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from transformers import AutoTokenizer
 
 from protocol.channel.keys import learner_keys, make_keys, write_secret
 from protocol.messages import Ack, Farewell, Group, GroupFailed, Pulse, PushDone, Refused
@@ -49,7 +50,13 @@ OLD, NEW = tiny_gpt2.make_model(seed=1), tiny_gpt2.make_model(seed=2)
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    yield from running_server(tmp_path_factory.mktemp("keep"))
+    """Yield a server whose tokenizer has a token that the model does not have."""
+    directory = tmp_path_factory.mktemp("keep")
+    tiny_gpt2.save(tiny_gpt2.make_model(seed=0), directory / "model")
+    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
+    tokenizer.add_tokens(["<image>"])
+    tokenizer.save_pretrained(directory / "model")
+    yield from running_server(directory, model=directory / "model")
 
 
 @pytest.fixture(scope="module")
@@ -191,10 +198,13 @@ def test_the_openai_client_is_served_while_more_groups_than_slots_are_in_flight(
                 tool: Any = {"type": "function", "function": {"name": "add"}}
                 hello: Any = [{"role": "user", "content": "hello"}]
                 await client.chat.completions.create(model=str(server.model), messages=hello, tools=[tool])
+            with pytest.raises(openai.BadRequestError, match=f"token id {len(tiny_gpt2.TOKENS)}; expected 0 to"):
+                await client.completions.create(model=str(server.model), prompt=[5, len(tiny_gpt2.TOKENS)])
             for index in range(48):
                 await learner.generate(f"g{index}", PROMPT, num_completions=64, max_tokens=55)
             # The same request under two policies: the second must not use the KV cache of the first.
-            request = completion_request(server, "3456789ab" * 4, max_tokens=8)
+            # Its logprobs widen the groups' rows of vLLM's output.
+            request = completion_request(server, "3456789ab" * 4, max_tokens=8) | {"logprobs": 3}
             for version, model in ((0, OLD), (1, NEW)):
                 if version:
                     await push(learner, version, model)

@@ -17,6 +17,7 @@ from vllm import SamplingParams
 from vllm.v1.engine import UtilityOutput
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import _process_utility_output
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from inference_server.config import ServerConfig, ServerRun
 from inference_server.engine import worker
@@ -44,16 +45,56 @@ def test_a_call_that_failed_in_the_engine_is_its_death_and_other_errors_are_not(
         asyncio.run(call_engine(wrong()))
 
 
+def engine_of(llm: VersionedLLM) -> VllmEngine:
+    engine = object.__new__(VllmEngine)
+    engine.llm = llm
+    return engine
+
+
+def llm_without_processes() -> VersionedLLM:
+    """Return a front end that admits requests. Call it in an event loop."""
+    llm = object.__new__(VersionedLLM)
+    llm._name, llm.admitting = "an engine without processes", asyncio.Event()
+    llm.admitting.set()
+    return llm
+
+
+def test_a_request_that_waits_for_a_sync_ends_with_its_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(llm: AsyncLLM, *_: Any, **__: Any) -> AsyncIterator[None]:
+        raise EngineDeadError
+        yield
+
+    async def ask(llm: VersionedLLM) -> None:
+        async for _ in llm.generate({"prompt_token_ids": [1]}, SamplingParams(), "of a client"):
+            pass
+
+    async def run() -> None:
+        engine = engine_of(llm_without_processes())
+        engine._start_anew = lambda: None  # type: ignore[method-assign]
+        engine.llm.admitting.clear()  # as VllmEngine.pause
+        waiting = asyncio.create_task(ask(engine.llm))
+        await asyncio.sleep(0)
+        await engine.restart()
+        with pytest.raises(EngineDeadError):
+            await asyncio.wait_for(waiting, 5)
+
+    monkeypatch.setattr(AsyncLLM, "generate", fail)
+    asyncio.run(run())
+
+
 def test_a_new_engine_that_does_not_answer_the_openai_application_is_dead(tmp_path: Path) -> None:
     async def ask(llm: AsyncLLM) -> None:
         await asyncio.Event().wait()
 
-    engine = object.__new__(VllmEngine)
-    server = ServerConfig(pause_timeout_s=0.05)
-    engine._config = ServerRun(model="tiny:digits", run_dir=str(tmp_path), server=server)
-    engine._start_anew, engine.llm, engine.on_restart = lambda: None, None, ask  # type: ignore[method-assign]
+    async def run() -> None:
+        engine = engine_of(llm_without_processes())
+        server = ServerConfig(pause_timeout_s=0.05)
+        engine._config = ServerRun(model="tiny:digits", run_dir=str(tmp_path), server=server)
+        engine._start_anew, engine.on_restart = lambda: None, ask  # type: ignore[method-assign]
+        await asyncio.wait_for(engine.restart(), 60)
+
     with pytest.raises(EngineDead, match=r"within 0.05 s while .*\(server.pause_timeout_s\)"):
-        asyncio.run(asyncio.wait_for(engine.restart(), 60))
+        asyncio.run(run())
 
 
 def test_no_openai_client_precedes_the_learners_groups(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,12 +105,9 @@ def test_no_openai_client_precedes_the_learners_groups(monkeypatch: pytest.Monke
         yield None
 
     monkeypatch.setattr(AsyncLLM, "generate", record)
-    llm = object.__new__(VersionedLLM)
-    llm._name = "an engine without processes"
 
     async def ask() -> None:
-        llm.admitting = asyncio.Event()
-        llm.admitting.set()
+        llm = llm_without_processes()
         for options in ({}, {"priority": -1000}, {"priority": 7}):
             async for _ in llm.generate({"prompt_token_ids": [1]}, SamplingParams(), "of a client", **options):
                 pass
@@ -122,7 +160,7 @@ def test_a_cancelled_restart_kills_the_processes_it_started() -> None:
         process.join()
 
     async def run() -> None:
-        engine = object.__new__(VllmEngine)
+        engine = engine_of(llm_without_processes())
         engine._start_anew = start_and_wait  # type: ignore[method-assign]
         restarting = asyncio.create_task(engine.restart())
         while not multiprocessing.active_children():

@@ -85,7 +85,8 @@ def test_pass_at_k_and_the_majority_are_reported_for_several_samples(tmp_path: P
     assert shares == {"1": pytest.approx(0.625), "2": pytest.approx(0.75), "4": 1.0}
     assert made.majority is not None and made.majority.mean == 0.5
     assert made.reward is not None and made.reward.mean == pytest.approx(0.625)
-    assert len({body["seed"] for body in openai.requests}) == 10
+    seeds = {body["seed"] + sample for body in openai.requests for sample in range(4)}
+    assert len(seeds) == 10 * 4, "samples with one seed would share their random numbers"
 
 
 def test_the_evaluation_waits_for_an_unavailable_server_and_reports_it_once(
@@ -110,6 +111,18 @@ def test_stops_beyond_the_servers_limit_are_applied_to_its_answers(
     assert made.reward is not None and made.reward.mean == len("20=") and made.truncated_frac == 0.0
     assert made.length_mean == (len("20=") if tells_tokens else len("20=9+"))
     assert made.versions == ((3, 4) if tells_tokens else None) and ("by a model" in as_text(made)) != tells_tokens
+
+
+@pytest.mark.parametrize("tells_tokens", [True, False])
+def test_a_special_token_can_be_a_stop_and_is_removed_from_the_rated_text(
+    tmp_path: Path, openai: OpenAIServer, tells_tokens: bool
+) -> None:
+    openai.answer, openai.tells_tokens = (lambda prompt, count: [prompt[:-1] + "<eos>"]), tells_tokens
+    made = evaluate(a_run(tmp_path, openai, "--learner.sampling.stop", "<eos>"))[0]
+    assert made.reward is not None and made.reward.mean == 1.0
+    assert not any(body["skip_special_tokens"] for body in openai.requests), "the server would never see the stop"
+    evaluate(a_run(tmp_path, openai))
+    assert all(body["skip_special_tokens"] for body in openai.requests[10:])
 
 
 BOTH_KEYS = ("EVALUATION_API_KEY", "OPENAI_API_KEY")

@@ -60,6 +60,7 @@ def test_a_bisecting_policy_guesses_every_secret_with_an_environment_and_an_agen
     assert {(request["n"], request["temperature"], request["max_tokens"]) for request in bisecting.requests} == {
         (1, 0.0, 2)
     }
+    assert not any(request["skip_special_tokens"] for request in bisecting.requests), "a stop may be a special token"
     assert made.length_mean == made.turns_mean, "a guess is one token"
     assert f"episodes ended: {NUM_PROMPTS} finished" in as_text(made)
 
