@@ -182,7 +182,7 @@ class AgentProcess(SandboxProcess):
         self._streams = await asyncio.open_connection(sock=self._socket, limit=MAX_ANSWER_BYTES)
         answer = await self._answer(STARTUP_TIMEOUT_S, STARTUP_REMEDY)
         if isinstance(answer, ProcessFailure):
-            self.kill()
+            await asyncio.to_thread(self.kill)
             return answer
         return None
 
@@ -190,9 +190,9 @@ class AgentProcess(SandboxProcess):
         """Play one episode and return the agent's reward."""
         self.has_pending_answer = True
         answer = await self.load() or await self._episode(request, deadline_s)
-        self.has_pending_answer = False
         if not self._is_kept:
-            self.kill()
+            await asyncio.to_thread(self.kill)
+        self.has_pending_answer = False
         return answer
 
     def close(self) -> None:
@@ -214,15 +214,15 @@ class AgentProcess(SandboxProcess):
             async with asyncio.timeout(timeout_s):
                 line = await self._streams[0].readline()
         except TimeoutError:
-            return self.end_overdue(timeout_s, remedy)
+            return await asyncio.to_thread(self.end_overdue, timeout_s, remedy)
         except (OSError, ValueError):  # a reset, or more than MAX_ANSWER_BYTES
             line = b""
         if not line:
-            return self.end_closed()
+            return await asyncio.to_thread(self.end_closed)
         try:
             answer = msgspec.json.decode(line, type=AgentAnswer)
         except msgspec.DecodeError as error:
-            return self.end_invalid(error)
+            return await asyncio.to_thread(self.end_invalid, error)
         return AgentReward(answer.reward) if answer.problem is None else ProcessFailure("failed", answer.problem)
 
 
