@@ -30,6 +30,7 @@ from learner.gateway.gateway import Gateway
 from learner.gateway.session import Session
 from learner.prompts.chat_template import ChatTemplate
 from learner.prompts.prompts import Prompt, Prompts
+from learner.sandbox.open_files import reserve_open_files
 from learner.sandbox.pool import ProcessPool
 from learner.sandbox.process import STARTUP_REMEDY, STARTUP_TIMEOUT_S, ProcessFailure, SandboxProcess
 from learner.sandbox.start import ScriptChild
@@ -110,6 +111,8 @@ def open_player(run: LearnerRun, prompts: Prompts, cleanup: ExitStack, *, asks_a
     config = run.learner
     if not config.environment.is_used or config.environment.has_agent:
         return None
+    is_forked = config.environment.python is None
+    reserve_open_files(config.environment.max_concurrent, 3 if is_forked else 2)  # ends of the process's pipes
     environments = Environments(config.environment, takes_text=not prompts.are_conversations)
     cleanup.callback(environments.close)
     return Player(config, prompts.template, environments, asks_attributes=asks_attributes)
@@ -123,6 +126,7 @@ def open_agents(run: LearnerRun, prompts: Prompts, loop: LoopThread, cleanup: Ex
     """
     if not run.learner.environment.has_agent:
         return None
+    reserve_open_files(run.learner.environment.max_concurrent, 2)  # its socket and a connection to the gateway
     player = AgentPlayer(run.learner, prompts.template, run.model)
     player.start(loop, cleanup)
     return player
