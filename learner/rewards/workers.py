@@ -11,6 +11,7 @@ killed from outside is repeated.
 import statistics
 import threading
 import time
+from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -150,7 +151,7 @@ class RewardWorkers:
         """
         group: Future[GroupRewards] = Future()
         group.set_running_or_notify_cancel()
-        ids = [list(one) for one in completion_ids]
+        ids = [array("i", one) for one in completion_ids]
         jobs = [
             Job(name, RewardCall(
                 function, prompt.prompt, prompt.columns, list(completions), ids, state, environment_rewards,
