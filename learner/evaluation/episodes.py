@@ -136,6 +136,7 @@ class EpisodeTurns:
             "max_tokens": turn.max_tokens,
             "seed": (episode * environment.max_turns + turn.number) % 2**31,
             "stop": [*request["stop"], *turn.stop],
+            "skip_special_tokens": False,
         }
 
     def _sampled(self, token_ids: list[int], *, is_finished: bool) -> TurnResult:

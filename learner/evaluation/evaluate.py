@@ -144,9 +144,13 @@ def _submit(eval_set: EvalSet, workers: RewardWorkers, place: int, answered: Pro
 
 def _texts(eval_set: EvalSet, answered: PromptAnswers) -> list[str]:
     """Return the texts, decoded as in training if the server returned tokens."""
-    if answered.token_ids_K is None:
-        return answered.texts_K
-    return texts_of(eval_set.tokenizer, answered.token_ids_K, eval_set.run.learner.reward.skip_special_tokens)
+    tokenizer, skips = eval_set.tokenizer, eval_set.run.learner.reward.skip_special_tokens
+    if answered.token_ids_K is not None:
+        return texts_of(tokenizer, answered.token_ids_K, skips)
+    texts_K = answered.texts_K
+    for token in tokenizer.all_special_tokens if skips else ():
+        texts_K = [text.replace(token, "") for text in texts_K]
+    return texts_K
 
 
 async def _rated(eval_set: EvalSet, rating: "Rating") -> GroupRewards:

@@ -158,7 +158,8 @@ def request_of(eval_set: EvalSet, model: str, prompt: Prompt) -> dict[str, Any]:
         "seed": prompt.prompt_id,
         "stop": list(run.learner.sampling.stop),
         "include_stop_str_in_output": True,
-        "skip_special_tokens": run.learner.reward.skip_special_tokens,
+        # A server searches for stop strings in the text that it returns, and a special token may be one of them.
+        "skip_special_tokens": run.learner.reward.skip_special_tokens and not run.learner.sampling.stop,
         "return_token_ids": True,
     }
 
