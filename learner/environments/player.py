@@ -36,6 +36,7 @@ from learner.environments.host import Call, Command, Observe, Rate, Reset, Rewar
 from learner.environments.process import Environments, Lease
 from learner.prompts.chat_template import ChatTemplate
 from learner.prompts.prompts import Prompt
+from learner.prompts.tokenizer_threads import in_tokenizer_thread
 from learner.sandbox.process import ProcessFailure
 from protocol.errors import DataError
 from protocol.messages import Group
@@ -121,22 +122,25 @@ class Player:
         """Play turn after turn, from the response to reset until the episode ends."""
         conversation = progress.conversation
         progress.give_up_at = time.monotonic() + self._config.environment.episode_deadline_s
-        next_prompt, results = conversation.begin(opening), [opening]
+        next_prompt, results = await in_tokenizer_thread(conversation.begin, opening), [opening]
         if not await progress.observe(lease, results):
             return None
         while not results[-1].is_done:
             if not progress.add_prompt(next_prompt):
                 return progress.end("length")
-            before = progress.recording.token_ids.tolist()
+            before = progress.recording.token_ids
             sampled = await self._turn(progress, ask)
             if sampled is None:
                 return None
             (completion,) = sampled.group.completions
+            token_ids = completion.token_ids.tolist()
             if completion.finish_reason == "length":
-                conversation.cut_off(completion.token_ids.tolist())
+                await in_tokenizer_thread(conversation.cut_off, token_ids)
                 return progress.end("length")
             try:
-                commands = conversation.commands_of(before, completion.token_ids.tolist())
+                commands: Sequence[Command] = await in_tokenizer_thread(
+                    conversation.commands_of, before.tolist(), token_ids
+                )
             except UnreadableAnswer as error:
                 log.debug("a turn of prompt %d: %s", progress.prompt.prompt_id, error)
                 return progress.end("parse_error")
@@ -146,7 +150,7 @@ class Player:
             if answers is None or not await progress.observe(lease, answers):
                 return None
             try:
-                next_prompt, results = conversation.add_results(answers), answers
+                next_prompt, results = await in_tokenizer_thread(conversation.add_results, answers), answers
             except DataError as error:  # for example two calls, if the template allows one per turn
                 log.debug("a turn of prompt %d: %s", progress.prompt.prompt_id, error)
                 return progress.end("parse_error")

@@ -2,8 +2,8 @@
 
     agent ─▶ key ─▶ dialect ─▶ tokens (places.py) ─▶ Session: turn ─▶ text, calls ─▶ recorded ─▶ dialect ─▶ agent
 
-It runs in the learner's event loop. The API key identifies the episode. `dialects/` has the APIs; everything else
-is the same for all of them.
+It runs in the learner's event loop, and its work on tokens in threads (tokenizer_threads.py). The API key identifies
+the episode. `dialects/` has the APIs; everything else is the same for all of them.
 Invariant: a turn is recorded before its reply is sent, and only if the agent still waits. A key is valid only
 during its episode.
 """
@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import msgspec
+import numpy as np
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
@@ -31,6 +32,7 @@ from learner.gateway.messages import NO_RETRY, REASONING, RefusedRequest, episod
 from learner.gateway.session import Session, SessionTurn
 from learner.gateway.streams import refused_by, stream
 from learner.prompts.chat_template import ChatTemplate, Message
+from learner.prompts.tokenizer_threads import in_tokenizer_thread
 from protocol.errors import ConfigError
 
 DIALECTS = (CHAT_COMPLETIONS, TEXT_COMPLETIONS, RESPONSES, ANTHROPIC_MESSAGES)
@@ -100,23 +102,23 @@ class Gateway:
 
     async def _chat_turn(self, session: Session, asked: AgentRequest, request: web.Request) -> AgentTurn:
         template = self._template_of(asked)
-        messages, prompt = session.places.of_chat(template, asked.conversation or [])
+        messages, prompt = await in_tokenizer_thread(session.places.of_chat, template, asked.conversation or [])
         sampled = await session.turn(prompt, asked.max_tokens, asked.stops)
-        message = self._read(template, sampled, asked.stops)
+        message = await in_tokenizer_thread(self._read, template, sampled, asked.stops)
         check_connected(request)
         session.record(sampled)
         session.num_calls += len(message.get("tool_calls", ()))
-        session.places.add_chat(template, [*messages, message], [*sampled.prompt, *sampled.token_ids], asked.stops)
+        session.places.add_chat(template, [*messages, message], sampled.all_token_ids, asked.stops)
         return self._agent_turn(asked, sampled, message)
 
     async def _text_turn(self, session: Session, asked: AgentRequest, request: web.Request) -> AgentTurn:
-        prompt, before = self._text_prompt(session, asked)
+        prompt, before = await in_tokenizer_thread(self._text_prompt, session, asked)
         sampled = await session.turn(prompt, asked.max_tokens, asked.stops)
-        text = self._template.spoken(sampled.token_ids)
+        text = await in_tokenizer_thread(self._template.spoken, sampled.token_ids)
         check_connected(request)
         session.record(sampled)
         if before is not None:
-            session.places.add_text(before + text, [*sampled.prompt, *sampled.token_ids])
+            session.places.add_text(before + text, sampled.all_token_ids)
         return self._agent_turn(asked, sampled, spoken(cut_at(text, asked.stops)[0], None, (), sampled.turn_id))
 
     def _agent_turn(self, asked: AgentRequest, sampled: SessionTurn, message: Message) -> AgentTurn:
@@ -127,7 +129,8 @@ class Gateway:
         """Return the number of tokens that the prompt of a request has."""
         session = self._session_of(request)
         asked = dialect.read(await request.read(), self._rules)
-        _, prompt = session.places.of_chat(self._template_of(asked), asked.conversation or [])
+        template = self._template_of(asked)
+        _, prompt = await in_tokenizer_thread(session.places.of_chat, template, asked.conversation or [])
         return web.json_response({"input_tokens": len(prompt)})
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -150,7 +153,7 @@ class Gateway:
         arguments = self._template.arguments | asked.template_arguments
         return msgspec.structs.replace(self._template, tools=asked.tools, arguments=arguments)
 
-    def _text_prompt(self, session: Session, asked: AgentRequest) -> tuple[list[int], str | None]:
+    def _text_prompt(self, session: Session, asked: AgentRequest) -> tuple[np.ndarray, str | None]:
         """Return the tokens of a prompt, and its text if it is one.
 
         Raises:
@@ -169,7 +172,7 @@ class Gateway:
                 "request",
                 parameter="prompt",
             )
-        return prompt, None
+        return np.array(prompt, np.int32), None
 
     def _read(self, template: ChatTemplate, turn: SessionTurn, stops: tuple[str, ...]) -> Message:
         """Return a turn as a message.
@@ -178,7 +181,7 @@ class Gateway:
         """
         if not turn.is_cut_off:
             try:
-                message = read_answer(template, turn.prompt, turn.token_ids)
+                message = read_answer(template, turn.prompt.tolist(), turn.token_ids)
                 calls = calls_of(message)
                 json.dumps([call.arguments for call in calls], allow_nan=False)
             except (UnreadableAnswer, ValueError):  # ValueError: NaN or Infinity, which no reply in JSON can hold

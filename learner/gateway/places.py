@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from learner.environments.conversation import continued
 from learner.gateway.messages import starts_with
@@ -25,7 +26,7 @@ class RecordedChat(msgspec.Struct, frozen=True, eq=False):
 
     messages: list[Message]
     form: Form
-    token_ids: list[int]
+    token_ids: np.ndarray
     stops: tuple[str, ...]
     """Texts at which the turn may have ended. The turn contains none of them."""
 
@@ -38,11 +39,11 @@ class RecordedText(msgspec.Struct, frozen=True, eq=False):
 
     A request without that stop text starts a branch.
     """
-    token_ids: list[int]
+    token_ids: np.ndarray
 
 
 class PrefixIndex:
-    """Places of one episode."""
+    """Places of one episode. `of_chat` and `of_text` are usable from any thread."""
 
     def __init__(self) -> None:
         self._chats: list[RecordedChat] = []
@@ -53,39 +54,41 @@ class PrefixIndex:
         """Messages of the conversation that had the last turn, or none."""
         return self._chats[-1].messages if self._chats else []
 
-    def of_chat(self, template: ChatTemplate, messages: Sequence[Message]) -> tuple[list[Message], list[int]]:
+    def of_chat(self, template: ChatTemplate, messages: Sequence[Message]) -> tuple[list[Message], np.ndarray]:
         """Return the conversation as recorded, with its new messages, and its tokens.
 
         Raises:
             DataError: If the template cannot render the messages.
         """
         form = form_of(template)
-        extended = [one for one in self._chats if one.form == form and starts_with(messages, one.messages)]
-        if not extended:
-            return list(messages), template.token_ids(messages)
-        place = max(reversed(extended), key=lambda one: len(one.messages))
+        by_length = sorted(self._chats, key=lambda one: len(one.messages))
+        fitting = (one for one in reversed(by_length) if one.form == form and starts_with(messages, one.messages))
+        if (place := next(fitting, None)) is None:
+            return list(messages), np.array(template.token_ids(messages), np.int32)
         new = messages[len(place.messages) :]
-        prompt = continued(template, place.messages, new, place.token_ids, place.stops)
-        token_ids = prompt.token_ids if prompt.begins_branch else [*place.token_ids, *prompt.token_ids]
-        return [*place.messages, *new], token_ids
+        recorded = place.token_ids.tolist()
+        prompt = continued(template, place.messages, new, recorded, place.stops)
+        token_ids = prompt.token_ids if prompt.begins_branch else [*recorded, *prompt.token_ids]
+        return [*place.messages, *new], np.array(token_ids, np.int32)
 
-    def of_text(self, template: ChatTemplate, text: str, *, adds_special_tokens: bool = True) -> list[int]:
+    def of_text(self, template: ChatTemplate, text: str, *, adds_special_tokens: bool = True) -> np.ndarray:
         """Return the tokens of a text. Only the part after a known beginning is encoded."""
         extended = [one for one in self._texts if text.startswith(one.text)]
         if extended:
             place = max(reversed(extended), key=lambda one: len(one.text))
             new = _tokens_after(template, place, text)
             if new is not None:
-                return [*place.token_ids, *new]
-        return template.with_one_begin(template.tokenizer.encode(text, add_special_tokens=adds_special_tokens))
+                return np.concatenate([place.token_ids, np.array(new, np.int32)])
+        token_ids = template.tokenizer.encode(text, add_special_tokens=adds_special_tokens)
+        return np.array(template.with_one_begin(token_ids), np.int32)
 
     def add_chat(
-        self, template: ChatTemplate, messages: list[Message], token_ids: list[int], stops: tuple[str, ...]
+        self, template: ChatTemplate, messages: list[Message], token_ids: np.ndarray, stops: tuple[str, ...]
     ) -> None:
         """Add a conversation that ends with a turn, and all of its tokens."""
         self._chats.append(RecordedChat(messages, form_of(template), token_ids, stops))
 
-    def add_text(self, text: str, token_ids: list[int]) -> None:
+    def add_text(self, text: str, token_ids: np.ndarray) -> None:
         self._texts.append(RecordedText(text, token_ids))
 
 
@@ -94,7 +97,7 @@ def _tokens_after(template: ChatTemplate, place: RecordedText, text: str) -> lis
 
     An agent that renders the chat template itself writes the end token, which the recorded turn already has.
     """
-    rest, end = text[len(place.text) :], place.token_ids[-1]
+    rest, end = text[len(place.text) :], int(place.token_ids[-1])
     new = list(template.tokenizer.encode(rest, add_special_tokens=False)) if rest else []
     if not template.is_end(end) or (new and not template.is_end(new[0])):
         return new

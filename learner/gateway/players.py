@@ -30,6 +30,7 @@ from learner.gateway.gateway import Gateway
 from learner.gateway.session import Session
 from learner.prompts.chat_template import ChatTemplate
 from learner.prompts.prompts import Prompt, Prompts
+from learner.sandbox.open_files import reserve_open_files
 from learner.sandbox.pool import ProcessPool
 from learner.sandbox.process import STARTUP_REMEDY, STARTUP_TIMEOUT_S, ProcessFailure, SandboxProcess
 from learner.sandbox.start import ScriptChild
@@ -110,6 +111,8 @@ def open_player(run: LearnerRun, prompts: Prompts, cleanup: ExitStack, *, asks_a
     config = run.learner
     if not config.environment.is_used or config.environment.has_agent:
         return None
+    is_forked = config.environment.python is None
+    reserve_open_files(config.environment.max_concurrent, 3 if is_forked else 2)  # ends of the process's pipes
     environments = Environments(config.environment, takes_text=not prompts.are_conversations)
     cleanup.callback(environments.close)
     return Player(config, prompts.template, environments, asks_attributes=asks_attributes)
@@ -123,6 +126,7 @@ def open_agents(run: LearnerRun, prompts: Prompts, loop: LoopThread, cleanup: Ex
     """
     if not run.learner.environment.has_agent:
         return None
+    reserve_open_files(run.learner.environment.max_concurrent, 2)  # its socket and a connection to the gateway
     player = AgentPlayer(run.learner, prompts.template, run.model)
     player.start(loop, cleanup)
     return player
@@ -182,7 +186,7 @@ class AgentProcess(SandboxProcess):
         self._streams = await asyncio.open_connection(sock=self._socket, limit=MAX_ANSWER_BYTES)
         answer = await self._answer(STARTUP_TIMEOUT_S, STARTUP_REMEDY)
         if isinstance(answer, ProcessFailure):
-            self.kill()
+            await asyncio.to_thread(self.kill)
             return answer
         return None
 
@@ -190,9 +194,9 @@ class AgentProcess(SandboxProcess):
         """Play one episode and return the agent's reward."""
         self.has_pending_answer = True
         answer = await self.load() or await self._episode(request, deadline_s)
-        self.has_pending_answer = False
         if not self._is_kept:
-            self.kill()
+            await asyncio.to_thread(self.kill)
+        self.has_pending_answer = False
         return answer
 
     def close(self) -> None:
@@ -214,15 +218,15 @@ class AgentProcess(SandboxProcess):
             async with asyncio.timeout(timeout_s):
                 line = await self._streams[0].readline()
         except TimeoutError:
-            return self.end_overdue(timeout_s, remedy)
+            return await asyncio.to_thread(self.end_overdue, timeout_s, remedy)
         except (OSError, ValueError):  # a reset, or more than MAX_ANSWER_BYTES
             line = b""
         if not line:
-            return self.end_closed()
+            return await asyncio.to_thread(self.end_closed)
         try:
             answer = msgspec.json.decode(line, type=AgentAnswer)
         except msgspec.DecodeError as error:
-            return self.end_invalid(error)
+            return await asyncio.to_thread(self.end_invalid, error)
         return AgentReward(answer.reward) if answer.problem is None else ProcessFailure("failed", answer.problem)
 
 

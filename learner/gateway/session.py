@@ -38,7 +38,7 @@ class SessionTurn(msgspec.Struct, frozen=True, eq=False):
     """A sampled turn."""
 
     turn_id: str
-    prompt: list[int]
+    prompt: np.ndarray
     completion: Completion
     num_cached_tokens: int
     experts: np.ndarray | None = None
@@ -47,6 +47,11 @@ class SessionTurn(msgspec.Struct, frozen=True, eq=False):
     @property
     def token_ids(self) -> list[int]:
         return self.completion.token_ids.tolist()
+
+    @property
+    def all_token_ids(self) -> np.ndarray:
+        """The tokens of the prompt and the turn."""
+        return np.concatenate([self.prompt, self.completion.token_ids])
 
     @property
     def is_cut_off(self) -> bool:
@@ -81,12 +86,12 @@ class Session:
         self._num_prompt_tokens = self._num_cached_tokens = 0
         self._clock = Clock()
 
-    async def turn(self, token_ids: list[int], max_tokens: int, stop: tuple[str, ...]) -> SessionTurn:
+    async def turn(self, token_ids: np.ndarray, max_tokens: int, stop: tuple[str, ...]) -> SessionTurn:
         """Sample a turn of the policy. Raises RefusedRequest if there is none."""
         room = min(max_tokens, self._room_behind(token_ids))
-        extended = self._extended(np.array(token_ids, np.int32))
+        extended = self._extended(token_ids)
         prompt = TurnPrompt(
-            episode=self._number, number=self._num_turns, token_ids=np.array(token_ids, np.int32), max_tokens=room,
+            episode=self._number, number=self._num_turns, token_ids=token_ids, max_tokens=room,
             salt=self._salt, stays_at=self._endpoint, stop=stop, experts=None if extended is None else extended.experts,
         )  # fmt: skip
         self._num_turns += 1
@@ -130,12 +135,17 @@ class Session:
         """Record a turn that the agent receives, in the longest branch it extends.
 
         Turns with the same prompt begin in the same state.
+
+        Raises:
+            RefusedRequest: If the episode has ended meanwhile.
         """
+        if self.state is not None:
+            raise episode_over(self.state)
         if self.turns:
             self._num_prompt_tokens += len(turn.prompt)
             self._num_cached_tokens += turn.num_cached_tokens
         number = len(self.turns)
-        prompt, completion = np.array(turn.prompt, np.int32), turn.completion
+        prompt, completion = turn.prompt, turn.completion
         self.turns[turn.turn_id] = EpisodeTurn(state=hashlib.sha256(prompt.tobytes()).hexdigest()[:32])
         branch = self._extended(prompt)
         if branch is None:
@@ -143,7 +153,7 @@ class Session:
             branch = RecordedBranch(prompt, is_own_prompt=is_own)
         else:
             self._branches.remove(branch)
-            branch.add_observation(prompt[len(branch.all_token_ids) :])
+            branch.add_observation(prompt[len(branch.all_token_ids) :].copy())  # a view would keep the whole prompt
         branch.add_turn(number, completion, turn.experts)
         self._branches.append(branch)
         self._is_cut_off = turn.is_cut_off
@@ -193,7 +203,7 @@ class Session:
             messages=self._messages(),
         )
 
-    def _room_behind(self, token_ids: list[int]) -> int:
+    def _room_behind(self, token_ids: np.ndarray) -> int:
         """Return the number of tokens that a turn may have.
 
         Raises:
@@ -209,7 +219,7 @@ class Session:
                 code="max_turns",
                 status=410,
             )
-        if not token_ids:
+        if not len(token_ids):
             raise RefusedRequest("the prompt has no tokens; expected at least one")
         room = self._max_tokens - len(token_ids)
         if room < 1:

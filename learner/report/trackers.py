@@ -158,6 +158,6 @@ def _log_table(name: str, tracker: Any, columns: list[str], data: list[list[Any]
         case "mlflow":
             import mlflow
 
-            # Appends to one table: all table names of a run share a tag of limited length.
-            by_column = {name: list(values) for name, values in zip(columns, zip(*data, strict=True), strict=True)}
-            mlflow.log_table(by_column, f"{COMPLETIONS}.json", run_id=tracker.active_run.info.run_id)
+            # Not log_table: it sends the whole table again for each sample, and lists table names in one short tag.
+            table, file = {"columns": columns, "data": data}, f"{COMPLETIONS}/{step:06}.json"
+            mlflow.log_dict(table, file, run_id=tracker.active_run.info.run_id)

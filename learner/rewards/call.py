@@ -15,7 +15,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from copy import deepcopy
 from typing import Any, SupportsFloat
 
@@ -62,7 +62,8 @@ class RewardCall(msgspec.Struct, frozen=True):
     prompt: Any
     columns: dict[str, Any]
     completions: list[CompletionContent]
-    completion_ids: list[list[int]]
+    completion_ids: Sequence[Sequence[int]]
+    """Per completion, its tokens, as arrays that take a tenth of the memory of lists while the call waits."""
     state: TrainerState = TrainerState()
     environment_rewards: list[float | None] | None = None
     """Per completion, the environment's reward of its episode. None: there is no environment."""
@@ -243,7 +244,7 @@ def _arguments(call: RewardCall, logged: Log) -> dict[str, Any]:
         "completions": [_as_messages(one, call.prefill or "") for one in completions]
         if is_conversation
         else completions,
-        "completion_ids": call.completion_ids,
+        "completion_ids": [list(one) for one in call.completion_ids],
         **{name: value for name, value in given.items() if accepts(call.function, name)},
     }
 

@@ -2,6 +2,7 @@
 
     SerialCalls      jobs ──▶ queue ──▶ threads with a process each    synchronous functions
     ConcurrentCalls  jobs ──▶ queue ──▶ one thread, one process        asynchronous, max_concurrent_calls at once
+    DelayedJobs      jobs ──▶ heap of due times ──▶ one thread ──▶ one of these queues    retries
 
 A queue differs from sandbox/pool.py, whose processes it takes: calls wait in it, and it repeats those of a
 process that was killed from outside.
@@ -11,13 +12,15 @@ process killed from outside is not the function's fault, so its call is repeated
 MAX_KILLED_CALLS processes.
 """
 
+import heapq
+import itertools
 import logging
 import multiprocessing
 import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 
 import msgspec
@@ -255,3 +258,43 @@ class ConcurrentCalls:
         self._in_flight.clear()
         self._waiting.clear()
         return jobs
+
+
+class DelayedJobs:
+    """Jobs that wait for the time of their retry, all in one thread."""
+
+    def __init__(self, put: Callable[[Job], None]) -> None:
+        """Start the thread, which passes jobs to `put` when they are due."""
+        self._put = put
+        self._jobs: list[tuple[float, int, Job]] = []
+        """Heap by due time, then by order of arrival."""
+        self._numbers = itertools.count()
+        self._changed, self._is_stopped = threading.Condition(), False
+        self._thread = threading.Thread(target=self._work, name="rewards, retries", daemon=True)
+        self._thread.start()
+
+    def put(self, job: Job, delay_s: float) -> None:
+        with self._changed:
+            heapq.heappush(self._jobs, (time.monotonic() + delay_s, next(self._numbers), job))
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """Stop the thread. Waiting jobs get no result."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify()
+        self._thread.join(STOP_TIMEOUT_S)
+
+    def _work(self) -> None:
+        while (job := self._next_due()) is not None:
+            self._put(job)
+
+    def _next_due(self) -> Job | None:
+        """Wait for the next job that is due. None: stopped."""
+        with self._changed:
+            while not self._is_stopped:
+                delay_s = self._jobs[0][0] - time.monotonic() if self._jobs else None
+                if delay_s is not None and delay_s <= 0:
+                    return heapq.heappop(self._jobs)[2]
+                self._changed.wait(delay_s)
+        return None

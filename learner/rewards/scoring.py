@@ -8,6 +8,7 @@ Invariant: a completion that no function could score stays unscorable.
 
 import asyncio
 import logging
+from array import array
 from collections import defaultdict, deque
 from collections.abc import Sequence
 
@@ -19,6 +20,7 @@ from learner.config.rewards import OVERLONG
 from learner.environments.episode import REWARDED, Episode, TokenSequence
 from learner.prompts.prompts import Prompt
 from learner.prompts.reasoning import texts_of
+from learner.prompts.tokenizer_threads import in_tokenizer_thread
 from learner.rewards.call import TrainerState
 from learner.rewards.workers import FunctionRewards, GroupRewards, RewardWorkers, spread
 from protocol.console import counted
@@ -68,14 +70,19 @@ class Scorer:
         """
         is_shown_G = [episode.course.state in REWARDED for episode in episodes_G]
         shown = [episode for episode, is_shown in zip(episodes_G, is_shown_G, strict=True) if is_shown]
-        token_ids = [episode.branches[-1].token_ids.tolist() for episode in shown]
-        texts = texts_of(self._tokenizer, token_ids, self._config.reward.skip_special_tokens)
+        texts, token_ids = await in_tokenizer_thread(self._decode, shown)
         completions = [episode.messages or text for episode, text in zip(shown, texts, strict=True)]
         environment = self._config.environment
         own = [episode.reward for episode in shown] if environment.is_used else None
         held = [episode.attributes or {} for episode in shown] if environment.factory is not None else None
         rewards = await asyncio.wrap_future(self._workers.submit(prompt, completions, token_ids, state, own, held))
         return spread(rewards, is_shown_G)
+
+    def _decode(self, episodes: Sequence[Episode]) -> tuple[list[str], list[Sequence[int]]]:
+        """Return the texts and the tokens of the last branches."""
+        token_ids: list[Sequence[int]] = [array("i", episode.branches[-1].token_ids.tolist()) for episode in episodes]
+        skips = self._config.reward.skip_special_tokens
+        return [text for one in token_ids for text in texts_of(self._tokenizer, [list(one)], skips)], token_ids
 
 
 class RewardFailures:

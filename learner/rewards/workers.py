@@ -11,6 +11,7 @@ killed from outside is repeated.
 import statistics
 import threading
 import time
+from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -21,7 +22,7 @@ import msgspec
 
 from learner.config import RewardConfig
 from learner.rewards.call import CompletionContent, Extra, RetrySchedule, RewardAnswer, RewardCall, TrainerState
-from learner.rewards.call_queues import ConcurrentCalls, Job, SerialCalls
+from learner.rewards.call_queues import ConcurrentCalls, DelayedJobs, Job, SerialCalls
 from learner.rewards.process import RewardProcess
 from learner.sandbox.pool import ProcessPool
 from learner.sandbox.process import ProcessFailure
@@ -119,6 +120,7 @@ class RewardWorkers:
             self._pool.release(process) if synchronous else self._pool.drop(process)
         if synchronous:
             self._serial = SerialCalls(config, self._pool)
+        self._retries = DelayedJobs(lambda job: self._queue_of(job).put(job))
 
     def _load(self) -> list[RewardProcess]:
         """Start the processes together and load the functions. A killed process is replaced at its first call."""
@@ -149,7 +151,7 @@ class RewardWorkers:
         """
         group: Future[GroupRewards] = Future()
         group.set_running_or_notify_cancel()
-        ids = [list(one) for one in completion_ids]
+        ids = [array("i", one) for one in completion_ids]
         jobs = [
             Job(name, RewardCall(
                 function, prompt.prompt, prompt.columns, list(completions), ids, state, environment_rewards,
@@ -174,6 +176,7 @@ class RewardWorkers:
             self._closed = True
             pending, self._pending = self._pending, set()
         self._pool.close()
+        self._retries.stop()
         for queue in (self._serial, self._concurrent):
             if queue is not None:
                 queue.stop()
@@ -204,11 +207,12 @@ class RewardWorkers:
             if group not in self._pending or not all(job.future.done() for job in jobs):
                 return
             self._pending.discard(group)
-        errors = [error for job in jobs if (error := job.future.exception()) is not None]
-        if errors:
-            group.set_exception(errors[0])
+        try:
+            rewards = self._rewards_of(jobs)
+        except Exception as error:  # a job's; raised where the group is awaited
+            group.set_exception(error)
         else:
-            group.set_result(self._rewards_of(jobs))
+            group.set_result(rewards)
 
     def _call_again(self, group: "Future[GroupRewards]", jobs: list[Job], job: Job) -> bool:
         """Schedule a retry if the service was unreachable. Return whether there is one."""
@@ -227,16 +231,8 @@ class RewardWorkers:
                 return False
             jobs[jobs.index(job)] = again
         self._follow(again, group, jobs)
-        timer = threading.Timer(delay_s, self._put, (again,))
-        timer.daemon = True
-        timer.start()
+        self._retries.put(again, delay_s)
         return True
-
-    def _put(self, job: Job) -> None:
-        with self._lock:
-            if self._closed:
-                return
-        self._queue_of(job).put(job)
 
     def _rewards_of(self, jobs: list[Job]) -> GroupRewards:
         results = [_function_rewards(job) for job in jobs]

@@ -97,7 +97,7 @@ class ReferenceScores:
         return scores
 
     async def _score_branch(self, group: RolloutGroup, branch: TokenSequence) -> np.ndarray:
-        token_ids = [*group.prompt_of(branch).tolist(), *branch.token_ids.tolist()]
+        token_ids = np.concatenate([group.prompt_of(branch), branch.token_ids])
         logprobs = await self.server.score(token_ids)
         return logprobs[len(logprobs) - len(branch.token_ids) :]
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from glob import glob
 from typing import NamedTuple
@@ -53,11 +53,16 @@ def all_processes() -> dict[int, ProcessEntry]:
     return found
 
 
-def descendants_of(pid: int, processes: Mapping[int, ProcessEntry]) -> set[int]:
-    """Return the PIDs of all descendants of a process."""
+def children_by_parent(processes: Mapping[int, ProcessEntry]) -> dict[int, list[int]]:
+    """Return the PIDs of the children of each process that has any."""
     children: dict[int, list[int]] = {}
-    for one, process in processes.items():
-        children.setdefault(process.parent, []).append(one)
+    for pid, process in processes.items():
+        children.setdefault(process.parent, []).append(pid)
+    return children
+
+
+def descendants_of(pid: int, children: Mapping[int, Sequence[int]]) -> set[int]:
+    """Return the PIDs of all descendants of a process, given the children of each."""
     found: set[int] = set()
     waiting = [pid]
     while waiting:
@@ -107,7 +112,9 @@ def _kill_outside_its_group(pid: int, group: int) -> None:
     killed: set[int] = set()
     for _ in range(MAX_PASSES):
         processes = all_processes()
-        found = {one for one in descendants_of(pid, processes) if processes[one].group != group} - killed
+        found = {
+            one for one in descendants_of(pid, children_by_parent(processes)) if processes[one].group != group
+        } - killed
         if not found:
             return
         for one in found:

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
-from learner.sandbox.descendants import ProcessEntry, all_processes, descendants_of
+from learner.sandbox.descendants import ProcessEntry, all_processes, children_by_parent, descendants_of
 from learner.sandbox.process import SandboxProcess
 from protocol.errors import SlipstreamError
 
@@ -120,15 +120,20 @@ class MemoryWatch:
     def _watch(self, limit: int) -> None:
         were_large: set[SandboxProcess] = set()
         while not self._is_closed.wait(WATCH_S):
-            seen = all_processes()
-            large = {process for process in list(self._processes()) if resident_bytes(process.pid, seen) > limit}
+            processes = list(self._processes())
+            used = resident_bytes([process.pid for process in processes], all_processes())
+            large = {process for process in processes if used[process.pid] > limit}
             # Between fork and exec, a new process and the child of any process seem to have all memory of their parent.
             for process in large & were_large:
                 process.end_as_too_large()
             were_large = large
 
 
-def resident_bytes(pid: int, processes: Mapping[int, ProcessEntry]) -> int:
-    """Return the resident memory of a process and all its descendants."""
-    counted = {pid} | descendants_of(pid, processes)
-    return sum(processes[one].resident_bytes for one in counted if one in processes)
+def resident_bytes(pids: Iterable[int], processes: Mapping[int, ProcessEntry]) -> dict[int, int]:
+    """Return, by PID, the resident memory of a process and all its descendants."""
+    children = children_by_parent(processes)  # once, because the machine may have thousands
+    families = {pid: {pid} | descendants_of(pid, children) for pid in pids}
+    return {
+        pid: sum(processes[one].resident_bytes for one in family if one in processes)
+        for pid, family in families.items()
+    }

@@ -8,6 +8,7 @@ Invariant: the process leads its own group, ends with the learner, and inherits 
 sockets and tensors. Each function returns the learner's end of the process's pipe.
 """
 
+import errno
 import io
 import multiprocessing
 import os
@@ -32,6 +33,8 @@ from protocol.signals import ignore_shutdown_signals, signals_blocked
 SPAWNED = multiprocessing.get_context("spawn")
 FORKED = multiprocessing.get_context("forkserver")
 SAFE_PATH = "PYTHONSAFEPATH"
+EXHAUSTED = {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""Errors of a machine without room for another process, which say nothing about the interpreter."""
 _POLLING = threading.Lock()
 """Lock for polling child processes. multiprocessing polls all of them whenever it starts one. If two threads
 poll an ended process of the fork server at once, one of them reads exit code 255, whatever it was."""
@@ -80,6 +83,7 @@ class ScriptChild:
 
         Raises:
             ConfigError: If the interpreter cannot be started.
+            OSError: If the machine cannot start another process now.
         """
         command = [python, str(script), *map(str, fds), *arguments]
         try:
@@ -88,6 +92,8 @@ class ScriptChild:
                 stdout=2,  # the learner's stdout may carry a command's output (`--json`)
             )  # fmt: skip
         except OSError as error:
+            if error.errno in EXHAUSTED:
+                raise
             raise ConfigError(
                 f"learner.environment.python = {python!r} cannot be started: {error}; name an interpreter"
             ) from error

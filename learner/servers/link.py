@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -308,7 +308,7 @@ class ServerLink:
         """Cancel groups at the server."""
         await self._try_send(Cancel(group_ids=group_ids), SEND_TIMEOUT_S)
 
-    async def score(self, token_ids: list[int], timeout_s: float, replica: int = 0) -> Scores:
+    async def score(self, token_ids: Sequence[int] | np.ndarray, timeout_s: float, replica: int = 0) -> Scores:
         """Return the logprobs that one of the server's replicas gives to a sequence.
 
         Raises:
@@ -318,8 +318,8 @@ class ServerLink:
         """
         connection = self._connection
         request = Score(
-            request_id=uuid.uuid4().hex, token_ids=np.array(token_ids, np.int32), deadline_s=timeout_s + SEND_TIMEOUT_S,
-            replica=replica,
+            request_id=uuid.uuid4().hex, token_ids=np.asarray(token_ids, np.int32),
+            deadline_s=timeout_s + SEND_TIMEOUT_S, replica=replica,
         )  # fmt: skip
         waiting: asyncio.Future[Scores] = asyncio.get_running_loop().create_future()
         self._scores[request.request_id] = waiting

@@ -133,7 +133,7 @@ class ReferenceServer:
 
     # --- called in the loop --------------------------------------------------------------------------------
 
-    async def score(self, token_ids: list[int]) -> np.ndarray:
+    async def score(self, token_ids: np.ndarray) -> np.ndarray:
         """Return the reference's logprobs of a sequence's tokens after its first.
 
         Waits for the server as long as necessary: `keep_ready` limits this.

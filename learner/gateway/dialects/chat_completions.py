@@ -83,7 +83,7 @@ def reply(turn: AgentTurn) -> Reply:
     return {
         "id": f"chatcmpl-{turn.sampled.turn_id}", "object": "chat.completion", "created": int(time.time()),
         "model": turn.model, "choices": [choice], "usage": openai_form.usage(turn),
-    } | ({"prompt_token_ids": turn.sampled.prompt} if body.return_token_ids else {})  # fmt: skip
+    } | ({"prompt_token_ids": turn.sampled.prompt.tolist()} if body.return_token_ids else {})  # fmt: skip
 
 
 def events(whole: Reply, request: AgentRequest) -> Iterator[bytes]:

@@ -47,7 +47,7 @@ def reply(turn: AgentTurn) -> Reply:
     return {
         "id": f"cmpl-{turn.sampled.turn_id}", "object": "text_completion", "created": int(time.time()),
         "model": turn.model, "choices": [choice], "usage": openai_form.usage(turn),
-    } | ({"prompt_token_ids": turn.sampled.prompt} if has_tokens else {})  # fmt: skip
+    } | ({"prompt_token_ids": turn.sampled.prompt.tolist()} if has_tokens else {})  # fmt: skip
 
 
 def events(whole: Reply, request: AgentRequest) -> Iterator[bytes]:

@@ -1,5 +1,6 @@
 """The player with a scripted policy and a real environment: prompts and recorded tokens of each turn."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from learner.environments.conversation import TextConversation
 from learner.environments.episode import EpisodeGroup, episodes_of
 from learner.environments.player import TurnPrompt
 from protocol.codec import decode, encode, pack, unpack
@@ -43,6 +45,20 @@ def test_each_prompt_has_all_tokens_so_far_and_each_turn_is_recorded_and_packed_
     again = unpack(pack(group), Group | EpisodeGroup)  # type: ignore[arg-type]
     assert isinstance(again, EpisodeGroup) and pack(again) == pack(group)
     assert episodes_of(again)[0].course.num_turns == 2
+
+
+def test_turns_and_responses_are_tokenized_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = set()
+    for name in ("begin", "commands_of", "add_results"):
+        method = getattr(TextConversation, name)
+
+        def record_and_call(*args: Any, method: Any = method) -> Any:
+            names.add(threading.current_thread().name.split("_")[0])
+            return method(*args)
+
+        monkeypatch.setattr(TextConversation, name, record_and_call)
+    play_group(script_of("ab", "stop"))
+    assert names == {"tokenizer"}
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ test_agent_host.py.
 
 import asyncio
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from learner.config import EnvironmentConfig
 from learner.environments.episode import EpisodeGroup
-from learner.gateway.players import AgentReward, EpisodeRequest, start_agent_pool
+from learner.gateway.players import AgentProcess, AgentReward, EpisodeRequest, start_agent_pool
 from protocol.errors import ConfigError
 from tests.learner.gateway.scripted_gateway import FirstTurnPolicy, play_with_agent
 from tests.learner.sandbox.processes import wait_until_gone
@@ -144,6 +145,19 @@ def test_a_command_line_agent_leaves_no_process_behind(tmp_path: Path) -> None:
 
     command = f"sleep 3600 & echo $! >> '{log}'; '{sys.executable}' '{script}'; echo 0.75"
     assert_ended(play_group(command=command, then=is_alone), "finished", 0.75, 1)
+
+
+def test_the_event_loop_does_not_wait_while_an_agent_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, kill = [], AgentProcess.kill
+
+    def record_and_kill(process: AgentProcess) -> None:
+        if not process._is_killed:
+            names.append(threading.current_thread().name)
+        kill(process)
+
+    monkeypatch.setattr(AgentProcess, "kill", record_and_kill)
+    play_group(command="echo 0.5")
+    assert len(names) == 2 and "test" not in names
 
 
 ALONE = """

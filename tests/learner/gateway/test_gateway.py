@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import threading
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -333,6 +334,40 @@ async def test_concurrent_requests_are_branches_of_one_episode() -> None:
     sampled = [TOKENIZER.decode(branch.token_ids[branch.is_sampled_T].tolist()) for branch in episode.branches]
     assert sum("first" in text for text in sampled) == 1, "a turn with several continuations must be trained once"
     assert sum(branch.num_sampled for branch in episode.branches) == len("first") + 1 + 4 * (len("turn 0") + 1)
+
+
+async def test_conversations_are_rendered_tokenized_and_read_outside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    used = set()
+
+    def watched(method: Any, *args: Any, **kwargs: Any) -> Any:
+        used.add((method.__name__, threading.get_ident() == loop_thread))
+        return method(*args, **kwargs)
+
+    loop_thread = threading.get_ident()
+    async with open_episode(script_of("one", "two", "three")) as agent:
+        for name in ("apply_chat_template", "encode", "batch_decode"):
+            tokenizer = agent.template.tokenizer
+            monkeypatch.setattr(tokenizer, name, partial(watched, getattr(tokenizer, name)))
+        reply = await agent.chat(QUESTION)
+        await agent.chat([*QUESTION, sent_back(reply.choices[0].message, has_reasoning=True), *QUESTION])
+        await agent.complete("How much?")
+    assert used == {(name, False) for name in ("apply_chat_template", "encode", "batch_decode")}
+
+
+async def test_a_turn_whose_episode_ends_while_it_is_read_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with open_episode(script_of("one")) as agent:
+        read = agent.gateway._read
+
+        def end_and_read(*args: Any) -> Any:
+            agent.end()
+            return read(*args)
+
+        monkeypatch.setattr(agent.gateway, "_read", end_and_read)
+        with pytest.raises(openai.APIStatusError, match="the episode is over"):
+            await agent.chat(QUESTION)
+        assert not agent.session.episode.branches
 
 
 async def test_a_conversation_changed_by_an_agent_is_another_branch() -> None:

@@ -34,13 +34,13 @@ run_dir.close()
 READ_MLFLOW = """
 import json
 import sys
+from pathlib import Path
 import mlflow
 
 (run,) = mlflow.search_runs(experiment_names=["my-project"], output_format="list")
-with open(f"{run.info.artifact_uri}/completions.json") as file:
-    table = json.load(file)
+tables = [json.loads(Path(f"{run.info.artifact_uri}/completions/00000{step}.json").read_text()) for step in (2, 1)]
 history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "reward/mean")
-print(json.dumps([dict(run.data.params), [[one.step, one.value] for one in history], table]))
+print(json.dumps([dict(run.data.params), [[one.step, one.value] for one in history], tables]))
 """
 READ_TRACKIO = """
 import json
@@ -67,9 +67,10 @@ def test_each_tracker_has_config_metrics_and_completions(interpreter: Callable[.
         return done.stdout
 
     ran(PROGRAM, str(tmp_path))
-    settings, history, table = json.loads(ran(READ_MLFLOW).splitlines()[-1])
+    settings, history, tables = json.loads(ran(READ_MLFLOW).splitlines()[-1])
     assert settings["model"] == "tiny:digits" and sorted(history) == [[1, 0.25], [2, 0.5]]
-    columns = dict(zip(table["columns"], zip(*table["data"], strict=True), strict=True))
+    rows = [row for table in tables for row in table["data"]]
+    columns = dict(zip(tables[0]["columns"], zip(*rows, strict=True), strict=True))
     assert columns["step"] == (2, 2, 1, 1) and columns["completion"] == ("four 2", "5", "four 1", "5")
     assert columns["right"] == (1.0, 0.0) * 2 and [str(answer) for answer in columns["answer"]] == ["4"] * 4
     assert json.loads(ran(READ_TRACKIO).splitlines()[-1])["model"] == "tiny:digits"

@@ -12,7 +12,7 @@ import learner.report.records
 from learner.environments.episode import EpisodeStats, EpisodeTurn, TokenSequence
 from learner.policy.model import load_tokenizer
 from learner.report.page import render
-from learner.report.records import Samples
+from learner.report.records import Samples, episode_of
 from learner.report.sample_view import newest_table, table_of_run
 from learner.report.summary import steps_in
 from learner.rollouts.rollout_group import RolloutGroup
@@ -74,6 +74,30 @@ def test_a_file_over_its_limit_keeps_the_first_and_the_newest_samples(
     assert head > 5 and kept[head:] == list(range(kept[head], 501)) and len(kept) - head > 5
     assert "has reached the limit of its size" in table_of_run(path).note
     assert write(path, range(501, 503), 1) == [*kept, 501, 502], "a resume continues"
+
+
+@pytest.mark.parametrize("first_tokens", [3, 3000])
+def test_the_newest_sample_is_kept_even_if_it_is_longer_than_what_a_cut_keeps(
+    first_tokens: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learner.report.records, "MAX_BYTES", 40_000)
+    path = tmp_path / "samples.jsonl"
+    write(path, range(1, 2), 1, a_group(first_tokens))
+    for step in range(2, 10):
+        kept = write(path, range(step, step + 1), 1, a_group(3000))
+        assert kept[-1] == step and path.stat().st_size <= 40_000
+    assert (kept[0] == 1) == (first_tokens == 3)
+
+
+def test_an_episode_has_the_beginnings_of_long_prompts_of_its_branches() -> None:
+    (branch, *_) = a_group().completions
+    branches = [
+        msgspec.structs.replace(branch, prompt_token_ids=None if num is None else np.full(num, 5, np.int32))
+        for num in (None, 2048, 2050)
+    ]
+    course = EpisodeStats(state="finished", num_turns=3, num_calls=0, environment_s=0.0)
+    first, second, third = (one["prompt"] for one in episode_of(course, [], branches, TOKENIZER)["branches"])
+    assert first is None and third == f"{second} … (2 more tokens)"
 
 
 @pytest.mark.parametrize("damaged", [b"\0" * 50, b"17"])

@@ -21,6 +21,7 @@ import pytest
 from learner.config import RewardConfig
 from learner.evaluation.openai_client import EvaluationError
 from learner.rewards import call
+from learner.rewards import workers as workers_module
 from learner.rewards.call import is_unreachable
 from learner.rewards.workers import RewardWorkers
 from tests.learner.rewards.scored_groups import DEADLINE_S, prompt
@@ -112,6 +113,28 @@ def test_a_service_that_stays_unreachable_fails_at_the_deadline(tmp_path: Path, 
         (function,) = workers.submit(prompt(), ["12"], [[1]]).result(DEADLINE_S).functions
     assert function.outcome == "unreachable" and time.monotonic() - began_at > 0.5
     assert "start the service that it calls, or raise learner.reward.unreachable_s" in (function.message or "")
+
+
+def test_groups_that_wait_for_a_service_need_no_thread_each(
+    tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(call, "FIRST_RETRY_S", 300.0)
+    monkeypatch.setattr(call, "LONGEST_RETRY_S", 300.0)
+    with RewardWorkers(RewardConfig(functions=(f"{tmp_path}/judge.py:judge_too",))) as workers:
+        num_threads = threading.active_count()
+        groups = [workers.submit(prompt(), ["12"], [[1]]) for _ in range(40)]
+        until(lambda: len(workers._retries._jobs) == len(groups))
+        assert threading.active_count() == num_threads
+    assert all(group.exception(DEADLINE_S) is not None for group in groups)
+
+
+def test_a_group_whose_result_cannot_be_computed_ends_with_the_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers_module, "_total", lambda *arguments: 1 // 0)
+    with RewardWorkers(RewardConfig(functions=("exact_match",))) as workers:
+        group = workers.submit(prompt(answer="12"), ["12"], [[1]])
+        assert isinstance(group.exception(DEADLINE_S), ZeroDivisionError)
 
 
 def test_closed_workers_retry_no_call(tmp_path: Path, port: int, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,6 +1,9 @@
 """Scoring: the arguments of reward functions, the overlong penalty, and the limit of failures."""
 
 import asyncio
+import sys
+import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -31,12 +34,13 @@ class RecordingWorkers:
 
     texts: list[str]
     state: TrainerState
+    token_ids: list[Sequence[int]]
 
     def submit(
-        self, prompt: Prompt, texts_G: list[str], token_ids_G: list[list[int]], state: TrainerState,
+        self, prompt: Prompt, texts_G: list[str], token_ids_G: list[Sequence[int]], state: TrainerState,
         *of_environments: Any
     ) -> "Future[GroupRewards]":  # fmt: skip
-        self.texts, self.state = texts_G, state
+        self.texts, self.state, self.token_ids = texts_G, state, token_ids_G
         future: Future[GroupRewards] = Future()
         future.set_result(GroupRewards(rewards=[0.0] * len(texts_G), functions=[]))
         return future
@@ -58,6 +62,32 @@ def test_special_tokens_are_kept_on_request(tmp_path: Path, skips: bool) -> None
     asyncio.run(scorer.score(prompt(), episodes_of(group), step=2))
     assert workers.texts == ["12" if skips else f"12{tokenizer.eos_token}"]
     assert (workers.state.global_step, workers.state.max_steps) == (2, config.steps)
+
+
+def test_waiting_groups_are_decoded_outside_the_event_loop_and_take_few_bytes_a_token(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(resolve_model("tiny:digits"))
+    config = make_run(tmp_path, "tcp://127.0.0.1:1").learner
+    config = msgspec.structs.replace(config, reward=RewardConfig(functions=("exact_match",)))
+    names, decode = [], tokenizer.batch_decode
+
+    def record_and_decode(*args: Any, **kwargs: Any) -> Any:
+        names.append(threading.current_thread().name)
+        return decode(*args, **kwargs)
+
+    tokenizer.batch_decode = record_and_decode
+    workers = RecordingWorkers()
+    scorer = Scorer(config, tokenizer, workers)  # type: ignore[arg-type]
+    completions = [
+        Completion(
+            token_ids=np.ones(n, np.int32), behavior_logprobs=np.zeros(n, np.float32), versions=[(0, n)],
+            finish_reason="stop"
+        ) for n in (1000, 2)
+    ]  # fmt: skip
+    group = Group(group_id="0.0", entered_version=0, completions=completions)
+    asyncio.run(scorer.score(prompt(), episodes_of(group), step=2))
+    assert names and all(name.startswith("tokenizer") for name in names)
+    assert [list(ids) for ids in workers.token_ids] == [[1] * 1000, [1, 1]]
+    assert sys.getsizeof(workers.token_ids[0]) < 5000
 
 
 def branch(num_tokens: int, finish_reason: str = "stop") -> TokenSequence:

@@ -4,14 +4,20 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import ItemsView, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
-from learner.sandbox.descendants import all_processes, descendants_of, kill_with_descendants
+from learner.sandbox.descendants import (
+    ProcessEntry,
+    all_processes,
+    children_by_parent,
+    descendants_of,
+    kill_with_descendants,
+)
 from learner.sandbox.pool import resident_bytes
 from tests.learner.sandbox.processes import wait_until_gone
 from tests.waiting import until
@@ -56,13 +62,26 @@ def test_all_descendants_count_towards_the_memory_of_a_process_and_are_killed_wi
 
         def is_their_sum() -> bool:
             alone = [one.memory_info().rss for one in single]
-            total = resident_bytes(process.pid, all_processes())
+            total = resident_bytes([process.pid], all_processes())[process.pid]
             return total == pytest.approx(sum(alone), rel=0.2) and total > alone[0] + alone[1]
 
         until(is_their_sum)  # they may still start
-        assert descendants_of(process.pid, all_processes()) == set(pids)
+        assert descendants_of(process.pid, children_by_parent(all_processes())) == set(pids)
         kill_with_descendants(process.pid)
         wait_until_gone(process.pid, *pids)
+
+
+def test_the_memory_of_many_processes_is_counted_in_one_pass() -> None:
+    class Seen(dict[int, ProcessEntry]):
+        num_passes = 0
+
+        def items(self) -> ItemsView[int, ProcessEntry]:
+            self.num_passes += 1
+            return super().items()
+
+    seen = Seen({pid: ProcessEntry(parent=pid // 2, group=1, resident_bytes=pid) for pid in range(2, 8)})
+    assert resident_bytes([2, 3, 7, 9], seen) == {2: 2 + 4 + 5, 3: 3 + 6 + 7, 7: 7, 9: 0}
+    assert seen.num_passes == 1
 
 
 def test_a_process_can_end_together_with_its_descendants() -> None:
@@ -75,5 +94,6 @@ def test_a_process_can_end_together_with_its_descendants() -> None:
 def test_a_dead_process_has_no_descendants() -> None:
     process = subprocess.Popen(["true"])
     process.wait()
-    assert descendants_of(process.pid, all_processes()) == set() and resident_bytes(process.pid, all_processes()) == 0
+    assert descendants_of(process.pid, children_by_parent(all_processes())) == set()
+    assert resident_bytes([process.pid], all_processes()) == {process.pid: 0}
     kill_with_descendants(process.pid)
