@@ -27,11 +27,13 @@ from learner.environments.episode import EpisodeStats, EpisodeTurn, TokenSequenc
 from learner.prompts.reasoning import texts_of
 from learner.report.sample_view import IS_CUT, MAX_COMPLETIONS
 from learner.rollouts.rollout_group import RolloutGroup
-from learner.storage.files import DiskError, JsonLinesFile, ends_of, replace_file
+from learner.storage.files import DiskError, JsonLinesFile, ends_of, last_lines, replace_file
 
 ANSWER = "answer"
 """Column that the built-in reward functions compare with."""
 MAX_BYTES = 32 << 20
+MAX_PROMPT_TOKENS = 2048
+"""Maximum length of a branch's prompt in a sample. Pages show less."""
 log = logging.getLogger(__name__)
 SHOWN_BYTES = 16 << 10
 """Bytes to read at each end of a longer timeline."""
@@ -79,7 +81,10 @@ class Samples:
     def _cut(self) -> None:
         self._lines.close()
         first, *others = ends_of(self._path, MAX_BYTES // 4)
-        with suppress(ValueError, TypeError):  # one sample is longer than what is kept, or the line is damaged
+        (newest,) = last_lines(self._path, 1, 1)
+        if newest not in (first, *others):  # it is longer than what is kept, and so may be the first
+            first, *others = [line for line in (first, *others, newest) if line] + [b""]
+        with suppress(ValueError, TypeError):  # the line is damaged
             first = json.dumps(json.loads(first) | {IS_CUT: True}).encode()
         replace_file(self._path, b"\n".join([first, *others]))
         self._lines = JsonLinesFile(self._path)
@@ -94,7 +99,7 @@ def episode_of(
     """Return an episode as text, in JSON types.
 
     `runs` pairs each text with the version that sampled it, or None for text that the policy did not sample.
-    The texts include special tokens, which separate the turns.
+    The texts include special tokens, which separate the turns. Of a long prompt, only the beginning is kept.
     """
     return {
         "state": course.state,
@@ -105,14 +110,21 @@ def episode_of(
         "turn_rewards": [turn.reward for turn in turns],
         "branches": [
             {
-                "prompt": None
-                if branch.prompt_token_ids is None
-                else tokenizer.decode(branch.prompt_token_ids.tolist()),
+                "prompt": _prompt(branch, tokenizer),
                 "runs": _runs(branch, tokenizer),
             }
             for branch in branches
         ],
     }
+
+
+def _prompt(branch: TokenSequence, tokenizer: "PreTrainedTokenizerBase") -> str | None:
+    """Return the branch's own prompt, or only its beginning, because a branch may start at each of many turns."""
+    if branch.prompt_token_ids is None:
+        return None
+    text: str = tokenizer.decode(branch.prompt_token_ids[:MAX_PROMPT_TOKENS].tolist())
+    num_more = len(branch.prompt_token_ids) - MAX_PROMPT_TOKENS
+    return f"{text} … ({num_more:,} more tokens)" if num_more > 0 else text
 
 
 def _runs(branch: TokenSequence, tokenizer: "PreTrainedTokenizerBase") -> list[tuple[int | None, str]]:
