@@ -122,9 +122,9 @@ def _prompt(branch: TokenSequence, tokenizer: "PreTrainedTokenizerBase") -> str 
     """Return the branch's own prompt, or only its beginning, because a branch may start at each of many turns."""
     if branch.prompt_token_ids is None:
         return None
-    text: str = tokenizer.decode(branch.prompt_token_ids[:MAX_PROMPT_TOKENS].tolist())
+    text = tokenizer.decode(branch.prompt_token_ids[:MAX_PROMPT_TOKENS].tolist())
     num_more = len(branch.prompt_token_ids) - MAX_PROMPT_TOKENS
-    return f"{text} … ({num_more:,} more tokens)" if num_more > 0 else text
+    return f"{text} … ({num_more:,} more tokens)" if num_more > 0 else str(text)
 
 
 def _runs(branch: TokenSequence, tokenizer: "PreTrainedTokenizerBase") -> list[tuple[int | None, str]]:
