@@ -80,6 +80,16 @@ def a_trainer(accelerator: Accelerator, **learner: Any) -> PolicyTrainer:
     return make_trainer(RunInputs(make_plain_run(**learner)), accelerator, is_new=True)
 
 
+def test_a_single_rank_saves_beside_a_process_group_of_gpus(accelerator: Accelerator, tmp_path: Path) -> None:
+    """`torchrun --nproc-per-node 1` initializes NCCL, for which gloo stands here as a backend of GPUs only."""
+    torch.distributed.init_process_group("cuda:gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        checkpoints.save(a_trainer(accelerator), tmp_path, 3)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-000003"]
+
+
 def test_a_write_that_takes_too_long_ends_the_run_with_the_key_to_raise(
     accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
