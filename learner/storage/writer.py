@@ -106,6 +106,7 @@ class CheckpointWriter:
         # Keeps background collectives apart from those of training. The group of a single rank exists for DCP, which
         # refuses a default group without a backend for CPUs.
         if dist.is_initialized():
+            trainer.accelerator.wait_for_everyone()  # bounds the start of rank 0 by collective_timeout_s
             patience = timedelta(seconds=trainer.config.checkpoint.timeout_s)
             self._groups = [dist.new_group(backend="gloo", timeout=patience) for _ in self._groups]
 

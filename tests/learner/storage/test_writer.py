@@ -4,6 +4,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,20 @@ def save_a_part_each_until_one_fails(accelerator: Accelerator, directory: Path) 
 @pytest.mark.system
 def test_each_of_two_ranks_writes_its_part_and_a_disk_error_of_one_stops_both(tmp_path: Path) -> None:
     on_two_ranks(save_a_part_each_until_one_fails, tmp_path)
+
+
+def start_a_writer_late(accelerator: Accelerator, directory: Path) -> None:
+    trainer = a_trainer(accelerator, checkpoint={"timeout_s": 1.0})
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        time.sleep(2.5)
+    with CheckpointWriter(trainer, directory):
+        pass
+
+
+@pytest.mark.system
+def test_ranks_wait_longer_for_the_start_of_rank_0_than_for_a_checkpoint(tmp_path: Path) -> None:
+    on_two_ranks(start_a_writer_late, tmp_path)
 
 
 def test_a_fixed_reference_is_one_shared_file_that_outlives_the_first_checkpoint(
