@@ -125,6 +125,7 @@ def ranks_of(run: LearnerRun) -> Iterator[Accelerator]:
     held for a thread that may need the GIL. Every frame that holds the model must therefore have returned.
 
     Raises:
+        ConfigError: This process is one of several ranks but would train alone.
         SystemExit: Another rank has died, whatever error this caused here (rank_watch.py).
         RankFailed: Another rank has stopped with an error or hangs.
     """
@@ -134,6 +135,7 @@ def ranks_of(run: LearnerRun) -> Iterator[Accelerator]:
         log.info("rank %d of %d on %s", accelerator.process_index, accelerator.num_processes, accelerator.device)
     watch = RankWatch(accelerator)
     try:
+        _require_all_ranks(accelerator)
         yield accelerator
         watch.part()
     except BaseException as error:
@@ -145,6 +147,17 @@ def ranks_of(run: LearnerRun) -> Iterator[Accelerator]:
         accelerator.free_memory()
         accelerator.end_training()
         watch.close()
+
+
+def _require_all_ranks(accelerator: Accelerator) -> None:
+    """Raise ConfigError if this process was started as one of several ranks, but accelerate does not see the others."""
+    num_ranks = os.environ.get("WORLD_SIZE", "")
+    if num_ranks not in ("", str(accelerator.num_processes)):
+        raise ConfigError(
+            f"WORLD_SIZE = {num_ranks} in the environment, but this process would train alone: torch finds no GPU, or "
+            "LOCAL_RANK is not set. Start ranks with torchrun and repair the driver, or set ACCELERATE_USE_CPU=true for "
+            "ranks on CPUs"
+        )
 
 
 def share_groups(accelerator: Accelerator, groups: list[RolloutGroup] | None) -> list[RolloutGroup] | None:
