@@ -162,7 +162,10 @@ def with_cores(config: DeployConfig, server_run: ServerRun, learner_run: Learner
 
 
 def servers_on_learner_gpu(config: DeployConfig, server_run: ServerRun) -> ServersOnGpu | None:
-    """Return what the servers take of the GPU of a learner's rank, or None if no server uses one."""
+    """Return what the servers take of the GPU of a learner's rank, or None if no server uses one.
+
+    Of several GPUs, this is the one that most servers use, because all ranks plan alike.
+    """
     server = server_run.server
     of_servers = [*(config.server_gpus or [()] * config.num_servers)]
     if config.reference_model:
@@ -172,8 +175,9 @@ def servers_on_learner_gpu(config: DeployConfig, server_run: ServerRun) -> Serve
     shared = [gpus for gpus in of_servers if (set(gpus) & {*config.learner_gpus} if is_assigned else not gpus)]
     if not shared or not has_gpu():
         return None
+    num_on_gpu = [sum(gpu in gpus for gpus in shared) for gpu in config.learner_gpus] if is_assigned else [len(shared)]
     return ServersOnGpu(
-        num_servers=len(shared),
+        num_servers=max(num_on_gpu),
         num_shards=max(1, (len(shared[0]) or server.num_workers) // server.data_parallel_size),
         kv_cache_memory_mib=server.kv_cache_memory_mib,
         gpu_memory_utilization=server.gpu_memory_utilization,

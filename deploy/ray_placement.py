@@ -244,14 +244,20 @@ class Rendezvous:
             return self._first
 
 
-def rank_environment(rank: int, hosts: Sequence[Host]) -> dict[str, str]:
-    """Return what torchrun would set for a rank. The ranks of a node see the GPUs of all of them."""
+def rank_environment(bundle: int, hosts: Sequence[Host]) -> dict[str, str]:
+    """Return what torchrun would set for the rank of a bundle. The ranks of a node see the GPUs of all of them.
+
+    Ranks are numbered node by node, also if Ray mixes the bundles: learner.sharding = "hybrid" shards the policy over
+    successive ranks. Rank 0 is that of the first bundle.
+    """
     if len(hosts) == 1:
         return {}
-    on_node = [other for other, host in enumerate(hosts) if host.node == hosts[rank].node]
+    nodes = [host.node for host in hosts]
+    order = sorted(range(len(hosts)), key=lambda other: nodes.index(nodes[other]))
+    on_node = [other for other in order if nodes[other] == nodes[bundle]]
     gpus = [gpu for other in on_node for gpu in hosts[other].gpus]
     place = RankPlace(
-        rank=rank, num_ranks=len(hosts), local_rank=on_node.index(rank), local_num_ranks=len(on_node)
+        rank=order.index(bundle), num_ranks=len(hosts), local_rank=on_node.index(bundle), local_num_ranks=len(on_node)
     )  # fmt: skip
     address, port = hosts[0].address, hosts[0].ports[0]
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} | place.environment(address, port, on_gpu=bool(gpus))

@@ -9,6 +9,7 @@ A tracker that fails is dropped with a warning and never stops the run. A full d
 """
 
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
@@ -30,6 +31,9 @@ TENSORBOARD = "tensorboard"
 COMPLETIONS = "completions"
 STEP = "step"
 """Metric that is the x axis of W&B's charts."""
+MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
+"""Environment variables of MLflow, unless the user sets them. By default, a request to a server that does not answer
+blocks rank 0 for longer than the other ranks wait for it (learner.collective_timeout_s)."""
 EXTRAS = {TENSORBOARD: "learner", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
 """Map from a tracker, named like its package, to the extra that installs it."""
 
@@ -133,6 +137,8 @@ def _open(name: str, project: str, run_dir: RunDir) -> Any:
         case "trackio":
             return tracking.TrackioTracker(project, name=f"{run_name}-{run_dir.run_id[-8:]}", resume="allow")
         case "mlflow":
+            for variable, value in MLFLOW_PATIENCE.items():
+                os.environ.setdefault(variable, value)
             return tracking.MLflowTracker(experiment_name=project, run_name=run_name)
     return tracking.TensorBoardTracker(run_dir.tensorboard.name, logging_dir=run_dir.tensorboard.parent)
 

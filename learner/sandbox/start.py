@@ -4,8 +4,8 @@
     fork          a fork of a server with preloaded modules       environments, within milliseconds
     run_script    a script in an interpreter of the user's own    environments with `python`, agents
 
-Invariant: the process leads its own group, ends with the learner, and inherits none of the learner's threads,
-sockets and tensors. Each function returns the learner's end of the process's pipe.
+Invariant: the process leads its own group, ends with the learner, inherits none of the learner's threads, sockets
+and tensors, and is no rank of the learner. Each function returns the learner's end of the process's pipe.
 """
 
 import errno
@@ -35,6 +35,11 @@ FORKED = multiprocessing.get_context("forkserver")
 SAFE_PATH = "PYTHONSAFEPATH"
 EXHAUSTED = {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 """Errors of a machine without room for another process, which say nothing about the interpreter."""
+OF_RANKS = {
+    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
+    "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+}  # fmt: skip
+"""Environment variables of torchrun, with which user code that initializes torch or accelerate would join the ranks."""
 _POLLING = threading.Lock()
 """Lock for polling child processes. multiprocessing polls all of them whenever it starts one. If two threads
 poll an ended process of the fork server at once, one of them reads exit code 255, whatever it was."""
@@ -88,7 +93,8 @@ class ScriptChild:
         command = [python, str(script), *map(str, fds), *arguments]
         try:
             self._process = subprocess.Popen(
-                command, pass_fds=fds, start_new_session=True, env=environ, stdin=subprocess.DEVNULL,
+                command, pass_fds=fds, start_new_session=True, stdin=subprocess.DEVNULL,
+                env=without_ranks(os.environ if environ is None else environ),
                 stdout=2,  # the learner's stdout may carry a command's output (`--json`)
             )  # fmt: skip
         except OSError as error:
@@ -164,6 +170,13 @@ def _start(
         return pipe, ForkedChild(context.Process(target=_serve, args=started, name=name))  # type: ignore[attr-defined]
 
 
+def without_ranks(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without the variables that make a process a rank."""
+    return {
+        name: value for name, value in environ.items() if name not in OF_RANKS and not name.startswith("TORCHELASTIC_")
+    }
+
+
 def _set_safe_path(value: str | None) -> None:
     if value is None:
         os.environ.pop(SAFE_PATH, None)
@@ -174,6 +187,8 @@ def _set_safe_path(value: str | None) -> None:
 # --- in the process -----------------------------------------------------------------------------------------
 def _serve(pipe: Connection, safe_path: str | None, serve: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     _set_safe_path(safe_path)  # what the user's code starts gets the user's own setting
+    for name in os.environ.keys() - without_ranks(os.environ).keys():
+        del os.environ[name]
     _end_with_the_learner()
     with suppress(EOFError, ConnectionError):  # the learner is gone
         serve(pipe, *arguments)

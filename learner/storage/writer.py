@@ -103,7 +103,10 @@ class CheckpointWriter:
         """Path and start time of the newest checkpoint."""
         self._metrics: dict[str, float] = {}
         self._groups: list[dist.ProcessGroup | None] = [None, None]
-        if trainer.accelerator.num_processes > 1:  # keep background collectives apart from those of training
+        # Keeps background collectives apart from those of training. The group of a single rank exists for DCP, which
+        # refuses a default group without a backend for CPUs.
+        if dist.is_initialized():
+            trainer.accelerator.wait_for_everyone()  # bounds the start of rank 0 by collective_timeout_s
             patience = timedelta(seconds=trainer.config.checkpoint.timeout_s)
             self._groups = [dist.new_group(backend="gloo", timeout=patience) for _ in self._groups]
 

@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 import msgspec
+import torch
 from accelerate import Accelerator
 from accelerate.utils import (
     DistributedDataParallelKwargs,
@@ -22,6 +23,7 @@ from accelerate.utils import (
     KwargsHandler,
 )
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from learner.config import LearnerConfig, LearnerRun
 from learner.forward.attention import is_packed
@@ -106,7 +108,7 @@ def make_accelerator(*handlers: KwargsHandler) -> Accelerator:
         mixed_precision="no",  # see policy/model.py
         dynamo_backend="no",
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
-        # Otherwise each rank holds its gradients twice.
+        # Otherwise each rank holds its gradients twice (hold_gradients).
         kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True), *handlers],
     )
 
@@ -123,6 +125,7 @@ def ranks_of(run: LearnerRun) -> Iterator[Accelerator]:
     held for a thread that may need the GIL. Every frame that holds the model must therefore have returned.
 
     Raises:
+        ConfigError: This process is one of several ranks but would train alone.
         SystemExit: Another rank has died, whatever error this caused here (rank_watch.py).
         RankFailed: Another rank has stopped with an error or hangs.
     """
@@ -132,6 +135,7 @@ def ranks_of(run: LearnerRun) -> Iterator[Accelerator]:
         log.info("rank %d of %d on %s", accelerator.process_index, accelerator.num_processes, accelerator.device)
     watch = RankWatch(accelerator)
     try:
+        _require_all_ranks(accelerator)
         yield accelerator
         watch.part()
     except BaseException as error:
@@ -143,6 +147,17 @@ def ranks_of(run: LearnerRun) -> Iterator[Accelerator]:
         accelerator.free_memory()
         accelerator.end_training()
         watch.close()
+
+
+def _require_all_ranks(accelerator: Accelerator) -> None:
+    """Raise ConfigError if this process was started as one of several ranks, but accelerate does not see the others."""
+    num_ranks = os.environ.get("WORLD_SIZE", "")
+    if num_ranks not in ("", str(accelerator.num_processes)):
+        raise ConfigError(
+            f"WORLD_SIZE = {num_ranks} in the environment, but this process would train alone: torch finds no GPU, or "
+            "LOCAL_RANK is not set. Start ranks with torchrun and repair the driver, or set ACCELERATE_USE_CPU=true for "
+            "ranks on CPUs"
+        )
 
 
 def share_groups(accelerator: Accelerator, groups: list[RolloutGroup] | None) -> list[RolloutGroup] | None:
@@ -232,3 +247,38 @@ def gradient_sync(accelerator: Accelerator, policy: nn.Module, *, is_last: bool)
         policy.set_requires_all_reduce(is_last)
         return nullcontext()
     return nullcontext() if is_last else accelerator.no_sync(policy)
+
+
+def hold_gradients(policy: nn.Module) -> None:
+    """Give every parameter of an unsharded policy on several ranks a zero gradient in DDP's buckets.
+
+    Micro-batches then add to these from the first one on. A gradient that a micro-batch creates would exist alongside
+    its bucket. DDP arranges its buckets anew in the second forward pass, which would hold both arrangements, so two
+    passes without the model come before there is anything else.
+    """
+    if not isinstance(policy, DistributedDataParallel):
+        return
+    model, policy.module = policy.module, _NoGradient(policy.module)
+    try:
+        for _ in range(2):
+            policy.zero_grad()
+            policy(0.0).backward()
+    finally:
+        policy.module = model
+
+
+def clear_gradients(policy: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Free the gradients, or zero those that `hold_gradients` has placed."""
+    optimizer.zero_grad(set_to_none=not isinstance(policy, DistributedDataParallel))
+
+
+class _NoGradient(nn.Module):
+    """A model whose result depends on every trained parameter, with a gradient of zero."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._model = model
+
+    def forward(self, scale: float) -> torch.Tensor:
+        sums = [parameter.sum() for parameter in self._model.parameters() if parameter.requires_grad]
+        return scale * torch.stack(sums).sum()

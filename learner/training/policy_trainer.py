@@ -30,6 +30,7 @@ from learner.policy.sharded_loading import CheckpointReader, allocate, filled, i
 from learner.policy.sharding import mesh_shape, shard
 from learner.rank_agreement import decide_on_rank_0, first_problem, require_agreement
 from learner.run_inputs import RunInputs
+from learner.training.distributed import hold_gradients
 from learner.training.entropy_control import EntropyControl
 from learner.training.fit_memory import fit_memory
 from learner.training.metrics import Mismatch, RatioRange
@@ -152,6 +153,7 @@ def make_trainer(run_inputs: RunInputs, accelerator: Accelerator, *, is_new: boo
     optimizer = make_optimizer(policy, config.optimizer, config.optimizer.learning_rate)
     # accelerate would make copies of a sharded policy, too, agree by DDP.
     policy, optimizer = (policy, accelerator.prepare(optimizer)) if shape else accelerator.prepare(policy, optimizer)
+    hold_gradients(policy)
     if config.compiles_on(accelerator.device.type):
         fuse(policy, getattr(torch, run.dtype), partial(first_problem, accelerator))
     if experts is not None:

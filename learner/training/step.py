@@ -25,7 +25,7 @@ from learner.forward.lm_head import EntropyUse
 from learner.forward.logprobs import token_logprobs
 from learner.rollouts.rollout_group import RolloutGroup, step_rewards
 from learner.training.batch import BatchRow, MicroBatch, step_rows, trained_rows
-from learner.training.distributed import gradient_sync, layout_of, my_batches
+from learner.training.distributed import clear_gradients, gradient_sync, layout_of, my_batches
 from learner.training.metrics import TERA, StepTimer, loss_metrics, routing_sums, train_flops
 from learner.training.optimizer import NotFiniteError, learning_rate, require_finite_weights
 from learner.training.packing import pieces_of
@@ -169,7 +169,7 @@ def optimizer_step(trainer: PolicyTrainer, version: int) -> dict[str, float]:
         trainer.num_skipped_in_a_row = 0
     else:
         _skip(trainer, version, grad_norm)
-    trainer.optimizer.zero_grad()
+    clear_gradients(trainer.policy, trainer.optimizer)
     return {"optim/grad_norm": grad_norm, "optim/lr": rate}
 
 

@@ -25,7 +25,7 @@ from learner.forward.logprobs import token_logprobs
 from learner.prompts.prompts import Prompt
 from learner.run_inputs import RunInputs
 from learner.training.batch import BatchRow, MicroBatch
-from learner.training.distributed import gradient_sync, my_batches
+from learner.training.distributed import clear_gradients, gradient_sync, my_batches
 from learner.training.optimizer import NotFiniteError, make_optimizer
 from protocol.console import PROGRESS_EVERY_S, output_mode
 from protocol.errors import DataError
@@ -70,7 +70,7 @@ def warm_start(run_inputs: RunInputs, config: LearnerConfig, accelerator: Accele
                 "learner.warm_start.learning_rate"
             )
         optimizer.step()
-        optimizer.zero_grad()
+        clear_gradients(policy, optimizer)
         steps.set_postfix(loss=f"{loss:.3f}", refresh=False)
     log.info("completed the warm start (%d steps, last loss %.3f per token)", settings.steps, loss)
     return loss

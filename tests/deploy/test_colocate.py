@@ -95,10 +95,12 @@ def test_no_process_beside_the_server_of_a_reference_is_left_without_a_gpu(
         ({"server_gpus": ((0, 1),), "learner_gpus": (2,)}, 0, 0),
         ({"server_gpus": ((0, 1),), "learner_gpus": (1,)}, 1, 2),
         ({"server_gpus": ((0,), (1,)), "learner_gpus": (1, 2)}, 1, 1),
+        ({"server_gpus": ((0,), (1,), (2,)), "learner_gpus": (0, 1, 2)}, 1, 1),
         ({"server_gpus": ((0, 1),)}, 0, 0),  # the learner sees no GPU
         ({"reference_model": "teacher"}, 2, 2),
         ({"reference_model": "teacher", "reference_gpus": (1,)}, 1, 2),
         ({"reference_model": "teacher", "reference_gpus": (2,), "server_gpus": ((0,),), "learner_gpus": (2,)}, 1, 1),
+        ({"reference_model": "teacher", "server_gpus": ((0,), (1,)), "learner_gpus": (0, 1)}, 1, 1),
     ],
 )
 def test_a_learner_gets_the_servers_that_use_its_gpu(

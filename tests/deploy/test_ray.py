@@ -63,15 +63,15 @@ def test_each_rank_reserves_a_gpu_and_each_server_one_per_worker_unless_there_ar
     assert names("server", 2) == ["server0", "server1"] and names("learner", 1) == ["learner"]
 
 
-def test_a_rank_gets_what_torchrun_sets_and_the_gpus_of_all_ranks_of_its_node() -> None:
+def test_ranks_get_what_torchrun_sets_node_by_node_and_the_gpus_of_all_ranks_of_their_node() -> None:
     hosts = [NODE_A[0], NODE_B, NODE_A[1]]
     first, second, third = (rank_environment(rank, hosts) for rank in range(3))
     assert first == {
         "CUDA_VISIBLE_DEVICES": "3,7", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "20001",
     }  # fmt: skip
-    assert third == first | {"RANK": "2", "LOCAL_RANK": "1"}
-    assert second == first | {"RANK": "1", "LOCAL_WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": "0"}
+    assert third == first | {"RANK": "1", "LOCAL_RANK": "1"}
+    assert second == first | {"RANK": "2", "LOCAL_WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": "0"}
     assert rank_environment(0, [NODE_B]) == {}
     without = [host._replace(gpus=()) for host in hosts]
     assert rank_environment(0, without)["ACCELERATE_USE_CPU"] == "true"

@@ -1,5 +1,6 @@
 """Trackers receive every metric of metrics.jsonl, of any number type. A failing or missing tracker is reported."""
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -53,6 +54,13 @@ named, config = [], {}
 
 def init(**settings):
     named.append(settings)
+"""
+MLFLOW = """
+import os
+
+def search_experiments(filter_string):
+    variables = [os.environ["MLFLOW_HTTP_REQUEST_" + name] for name in ("TIMEOUT", "MAX_RETRIES")]
+    raise ConnectionError("no answer, with " + " and ".join(variables))
 """
 
 
@@ -121,6 +129,19 @@ def test_a_failing_tracker_is_dropped_without_affecting_others(
     assert all(type(values["reward/mean"]) is float for values in logged)
     assert "dropping tracker wandb, which failed (nobody is there)" in caplog.text
     assert list(read_back(run_dir.tensorboard)["reward/mean"]) == [1, 2, 3, 4]
+
+
+def test_an_mlflow_server_that_does_not_answer_is_given_up_before_the_ranks_are(
+    run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "packages/mlflow").mkdir(parents=True)
+    (tmp_path / "packages/mlflow/__init__.py").write_text(MLFLOW)
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    monkeypatch.delitem(sys.modules, "mlflow", raising=False)
+    monkeypatch.setattr(os, "environ", os.environ | {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"})
+    Trackers(["mlflow"], "p", run_dir)
+    assert "dropping tracker mlflow, which failed (no answer, with 20 and 0)" in caplog.text
+    sys.modules.pop("mlflow")
 
 
 def test_runs_in_directories_of_one_name_are_different_runs_in_trackio(

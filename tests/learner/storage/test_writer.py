@@ -4,6 +4,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,16 @@ def test_training_continues_during_a_slow_write_and_old_checkpoints_stay_until_i
 
 def a_trainer(accelerator: Accelerator, **learner: Any) -> PolicyTrainer:
     return make_trainer(RunInputs(make_plain_run(**learner)), accelerator, is_new=True)
+
+
+def test_a_single_rank_saves_beside_a_process_group_of_gpus(accelerator: Accelerator, tmp_path: Path) -> None:
+    """`torchrun --nproc-per-node 1` initializes NCCL, for which gloo stands here as a backend of GPUs only."""
+    torch.distributed.init_process_group("cuda:gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        checkpoints.save(a_trainer(accelerator), tmp_path, 3)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert [path.name for path in complete_checkpoints(tmp_path)] == ["step-000003"]
 
 
 def test_a_write_that_takes_too_long_ends_the_run_with_the_key_to_raise(
@@ -181,6 +192,20 @@ def save_a_part_each_until_one_fails(accelerator: Accelerator, directory: Path) 
 @pytest.mark.system
 def test_each_of_two_ranks_writes_its_part_and_a_disk_error_of_one_stops_both(tmp_path: Path) -> None:
     on_two_ranks(save_a_part_each_until_one_fails, tmp_path)
+
+
+def start_a_writer_late(accelerator: Accelerator, directory: Path) -> None:
+    trainer = a_trainer(accelerator, checkpoint={"timeout_s": 1.0})
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        time.sleep(2.5)
+    with CheckpointWriter(trainer, directory):
+        pass
+
+
+@pytest.mark.system
+def test_ranks_wait_longer_for_the_start_of_rank_0_than_for_a_checkpoint(tmp_path: Path) -> None:
+    on_two_ranks(start_a_writer_late, tmp_path)
 
 
 def test_a_fixed_reference_is_one_shared_file_that_outlives_the_first_checkpoint(

@@ -77,3 +77,14 @@ def test_what_would_train_something_else_is_refused(
         ranks_of(make_run()),
     ):
         raise AssertionError("it was accepted")
+
+
+def test_a_rank_that_would_train_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate ignores the others without LOCAL_RANK, and where torch finds no GPU."""
+    monkeypatch.delenv("ACCELERATE_USE_CPU")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with (
+        pytest.raises(ConfigError, match=r"WORLD_SIZE = 2 .*train alone.*ACCELERATE_USE_CPU=true"),
+        ranks_of(make_run()),
+    ):
+        raise AssertionError("it was accepted")

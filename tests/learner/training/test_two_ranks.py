@@ -276,6 +276,24 @@ def test_experts_leave_two_ranks_under_the_names_of_their_checkpoint(tmp_path: P
     on_two_ranks(push_experts, tmp_path)
 
 
+def hold_each_gradient_once(accelerator: Accelerator, settings: dict[str, Any]) -> None:
+    """In DDP's buckets, before the first of several micro-batches and after a step."""
+    trainer = a_trainer(accelerator, sharding="none", **settings)
+    groups = make_groups(accelerator.unwrap_model(trainer.policy), num_completions=3)
+    places = [parameter.grad.data_ptr() for parameter in trainer.policy.parameters()]
+    for version in STEPS[:2]:
+        train_on(trainer, groups, version, StepTimer())
+        found = [parameter.grad for parameter in trainer.policy.parameters()]
+        assert [gradient.data_ptr() for gradient in found] == places
+        assert not any(gradient.any() for gradient in found)
+    assert len({gradient.untyped_storage().data_ptr() for gradient in found}) < len(found), "not in buckets"
+
+
+@pytest.mark.parametrize("settings", [{}, {"warm_start": {"steps": 2, "learning_rate": 1e-3}}])
+def test_unsharded_ranks_hold_each_gradient_once(settings: dict[str, Any]) -> None:
+    on_two_ranks(hold_each_gradient_once, settings)
+
+
 def skip_where_one_rank_is_poisoned(accelerator: Accelerator, sharding: str) -> None:
     trainer = make_moved_trainer(make_run(sharding=sharding), accelerator)
     policy = accelerator.unwrap_model(trainer.policy)
