@@ -79,9 +79,9 @@ def test_each_branch_of_an_agent_has_the_experts_of_all_its_tokens_whatever_the_
 
     async def play() -> None:
         session = Session(config_of(), Prompt(prompt_id=0, prompt="p", token_ids=[1, 2], columns={}), 0, ask, 100)
-        first = await session.turn([1, 2], 5, ())
+        first = await session.turn(np.array([1, 2], np.int32), 5, ())
         session.record(first)
-        follow_up = [1, 2, *first.token_ids, 5]
+        follow_up = np.array([1, 2, *first.token_ids, 5], np.int32)
         for turn in await asyncio.gather(*(session.turn(follow_up, 5, ()) for _ in range(2))):
             session.record(turn)
         session.end(1.0)

@@ -71,7 +71,8 @@ def test_a_resume_counts_each_row_once_and_reads_only_rows_after_the_checkpoint(
 @contextmanager
 def a_buffer(tmp_path: Path, **learner: Any) -> Iterator[tuple[RolloutBuffer, Ledger]]:
     """Yield the buffer of a run with one group per step, which is admitted."""
-    run = make_run(tmp_path, "tcp://127.0.0.1:1", groups_per_step=1, max_staleness=0, **learner)
+    learner |= {"groups_per_step": 1, "max_staleness": 0, "reward": {"functions": ["exact_match"]}}
+    run = make_run(tmp_path, "tcp://127.0.0.1:1", **learner)
     with closing(Ledger(tmp_path / "ledger.db")) as ledger:
         buffer = RolloutBuffer(run, RunInputs(run).prompts, ledger)
         assert [request.group_id for request in buffer.admit(0)] == ["0.0"]
