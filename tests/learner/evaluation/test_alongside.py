@@ -282,7 +282,7 @@ def test_each_set_is_recorded_under_its_name_and_one_set_selects_the_best_model(
     )
 
     summary, page = summarize(Path(run.run_dir)), render(Path(run.run_dir))
-    assert summary.evaluated_sets == {name: one.reward for name, one in last.items()}
+    assert summary.evaluated_sets == {name: one.reward for name, one in last.items()} and summary.evaluation is None
     for name in SETS:
         assert f"evaluation of {name}" in as_text(summary) and f"Evaluation of {name}" in page
     assert f"few: {FEW} prompts of" in page and f"many: {MANY} prompts of" in page

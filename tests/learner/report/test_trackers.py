@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerate import PartialState
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from learner.report.summary import read_metrics
@@ -66,9 +67,19 @@ def search_experiments(filter_string):
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Iterator[RunDir]:
+    PartialState(cpu=True)  # accelerate's trackers need it, as in a learner
     run_dir = RunDir(tmp_path / "run", make_run(tmp_path, "tcp://127.0.0.1:1"))
     yield run_dir
     run_dir.close()
+
+
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, source: str) -> None:
+    """Let a package of this source be imported."""
+    package = tmp_path / "packages" / name
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text(source)
+    monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.delitem(sys.modules, name, raising=False)
 
 
 def read_back(path: Path) -> dict[str, dict[int, float]]:
@@ -102,10 +113,7 @@ def test_numbers_of_any_type_are_logged(run_dir: RunDir, value: float) -> None:
 def test_a_failing_tracker_is_dropped_without_affecting_others(
     run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "packages/wandb").mkdir(parents=True)
-    (tmp_path / "packages/wandb/__init__.py").write_text(WANDB)
-    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    install(tmp_path, monkeypatch, "wandb", WANDB)
     trackers = Trackers(["wandb", "tensorboard"], "my-project", run_dir)
     sample = {"prompt": "2+2", "answer": 4, "completions": ["4", "5"], "rewards": [1.0, None]}
     for step in range(1, 5):
@@ -134,10 +142,7 @@ def test_a_failing_tracker_is_dropped_without_affecting_others(
 def test_an_mlflow_server_that_does_not_answer_is_given_up_before_the_ranks_are(
     run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "packages/mlflow").mkdir(parents=True)
-    (tmp_path / "packages/mlflow/__init__.py").write_text(MLFLOW)
-    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
-    monkeypatch.delitem(sys.modules, "mlflow", raising=False)
+    install(tmp_path, monkeypatch, "mlflow", MLFLOW)
     monkeypatch.setattr(os, "environ", os.environ | {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"})
     Trackers(["mlflow"], "p", run_dir)
     assert "dropping tracker mlflow, which failed (no answer, with 20 and 0)" in caplog.text
@@ -147,10 +152,7 @@ def test_an_mlflow_server_that_does_not_answer_is_given_up_before_the_ranks_are(
 def test_runs_in_directories_of_one_name_are_different_runs_in_trackio(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "packages/trackio").mkdir(parents=True)
-    (tmp_path / "packages/trackio/__init__.py").write_text(TRACKIO)
-    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
-    monkeypatch.delitem(sys.modules, "trackio", raising=False)
+    install(tmp_path, monkeypatch, "trackio", TRACKIO)
     for place in ("a", "b", "a"):  # the last one resumes the first
         run_dir = RunDir(tmp_path / place / "qwen-math", make_run(tmp_path, "tcp://127.0.0.1:1"))
         Trackers(["trackio"], "p", run_dir)
