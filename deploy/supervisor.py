@@ -118,7 +118,7 @@ def copy_output(name: str, lines: Iterable[str], log_file: Path) -> None:
                 file.write(line)
         except OSError as error:
             if is_complete:
-                log.warning("%s lacks output of %s from now on: %s", log_file, name, error)
+                log.warning("output of %s cannot be written to %s: %s", name, log_file, error)
             is_complete = False
         console.relay(name, line.rstrip("\n"))
 

@@ -201,8 +201,8 @@ def _load_natively(kind: Any, path: Path) -> Any:
     except ValueError as error:
         reason = str(error).strip().splitlines()[0].rstrip(" .")
         raise ConfigError(
-            f"model: transformers cannot load {path}: {reason}; set model to one that transformers supports without code "
-            "of the model's own"
+            f"model: transformers cannot load {path}: {reason}; set model to one that transformers supports "
+            "without code of the model's own"
         ) from error
 
 

@@ -85,7 +85,7 @@ class ServerLink:
         self.endpoint = endpoint
         self.welcome: Welcome | None = None
         self.idle_time = (0.0, 0.0)
-        """Seconds in which the servers at the endpoint had no group, and seconds that their heartbeats cover, so far."""
+        """Seconds in which the servers here had no group, and seconds that their heartbeats cover, so far."""
         self._hello = hello
         self._channel = LearnerChannel(endpoint, keys, insecure=insecure)
         self.handshakes_fail = False

@@ -52,8 +52,8 @@ def log_correction(run: LearnerRun, *, is_quantized: bool, has_ratio: bool) -> N
         )  # fmt: skip
     if idle := msgspec.structs.replace(correction, weight=correction.weight_used).idle_keys():
         log.warning(
-            'learner.off_policy_correction.weight = "auto" is "none" in this run, and these keys have no effect without '
-            "a weight: %s; set weight, or remove them",
+            'learner.off_policy_correction.weight = "auto" is "none" in this run, and these keys have no effect '
+            "without a weight: %s; set weight, or remove them",
             ", ".join(idle),
         )  # fmt: skip
 

@@ -155,8 +155,8 @@ def _require_all_ranks(accelerator: Accelerator) -> None:
     if num_ranks not in ("", str(accelerator.num_processes)):
         raise ConfigError(
             f"WORLD_SIZE = {num_ranks} in the environment, but this process would train alone: torch finds no GPU, or "
-            "LOCAL_RANK is not set. Start ranks with torchrun and repair the driver, or set ACCELERATE_USE_CPU=true for "
-            "ranks on CPUs"
+            "LOCAL_RANK is not set. Start ranks with torchrun and repair the driver, or set ACCELERATE_USE_CPU=true "
+            "for ranks on CPUs"
         )
 
 

@@ -144,7 +144,7 @@ def test_a_process_goes_on_when_its_log_is_gone_and_its_output_is_not_utf_8(
     assert process.returncode == 0
     assert capsys.readouterr().out == f"  server | caf\\xe9\n  server | {'.' * 200_000}\n"
     (warning,) = caplog.messages
-    assert warning.startswith(f"{log_file} lacks output of server from now on: ")
+    assert warning.startswith(f"output of server cannot be written to {log_file}: ")
 
 
 def test_a_process_goes_on_when_the_reader_of_the_console_leaves(tmp_path: Path) -> None:

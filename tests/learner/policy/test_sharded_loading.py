@@ -25,8 +25,8 @@ from tests.learner.training.fixed_groups import a_run
 from tests.sweep.families import tiny_config, tiny_model
 
 FAMILIES = ["qwen2", "qwen3_moe", "gemma3_text", "gpt2", "deepseek_v3", "afmoe", "falcon_h1"]
-"""Tied weights, joined experts, scaled embeddings, transposed weights, buffers that are part of a checkpoint, parameters
-that become such buffers, and a buffer that the whole model makes."""
+"""Tied weights, joined experts, scaled embeddings, transposed weights, buffers that are part of a checkpoint,
+parameters that become such buffers, and a buffer that the whole model makes."""
 
 
 def tensors_of(policy: Any) -> dict[str, torch.Tensor]:

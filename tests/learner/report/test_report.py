@@ -23,7 +23,8 @@ from tests.learner.report.synthetic_run import metrics_of, write_ledger, write_l
 
 TITLES = [
     "Reward per step", "Reward over time", "Each reward function", "Staleness of consumed groups", "Staleness per step",
-    "KL to the reference", "Time per step", "Entropy", "Clipped tokens", "Gradient norm", "Completion length", "Truncated completions",
+    "KL to the reference", "Time per step", "Entropy", "Clipped tokens", "Gradient norm", "Completion length",
+    "Truncated completions",
     "Reward deviation", "Loss", "Learning rate", "Idle time", "Weight sync time", "Mismatch of server and learner",
 ]  # fmt: skip
 INF = float("inf")
