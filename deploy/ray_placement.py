@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from deploy.arguments import Launch, evaluation_flags
-from deploy.placement import RankPlace, RayConfig
+from deploy.placement import RankPosition, RayConfig
 from inference_server.config import ServerRun
 from protocol.channel.keys import make_keys
 from protocol.config import DEFAULT_ENDPOINT
@@ -122,7 +122,7 @@ class ServerList:
         self._has_any.set()
 
     def first(self, timeout_s: float) -> Host:
-        """Wait until a server has a place; return the place of the first one.
+        """Wait until a server has a node; return the location of the first one.
 
         Raises:
             DeadlineExceeded: If none has one within `timeout_s`.
@@ -233,7 +233,7 @@ class Rendezvous:
             ) from error
 
     def first_server(self, timeout_s: float) -> Host:
-        """Wait until a server has a place; return the same one to all ranks, also if the list changes meanwhile.
+        """Wait until a server has a node; return the same one to all ranks, also if the list changes meanwhile.
 
         Raises:
             DeadlineExceeded: If none has one within `timeout_s`.
@@ -256,11 +256,11 @@ def rank_environment(bundle: int, hosts: Sequence[Host]) -> dict[str, str]:
     order = sorted(range(len(hosts)), key=lambda other: nodes.index(nodes[other]))
     on_node = [other for other in order if nodes[other] == nodes[bundle]]
     gpus = [gpu for other in on_node for gpu in hosts[other].gpus]
-    place = RankPlace(
+    position = RankPosition(
         rank=order.index(bundle), num_ranks=len(hosts), local_rank=on_node.index(bundle), local_num_ranks=len(on_node)
     )  # fmt: skip
     address, port = hosts[0].address, hosts[0].ports[0]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} | place.environment(address, port, on_gpu=bool(gpus))
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} | position.environment(address, port, on_gpu=bool(gpus))
 
 
 def keys_of(launch: Launch) -> str | None:
