@@ -25,7 +25,7 @@ from inference_server.engine.interface import (
     EngineLimits,
     PushOrder,
     Sampled,
-    WorkerPlace,
+    WorkerInfo,
     WorkerReport,
 )
 from inference_server.server import Server
@@ -84,8 +84,8 @@ class ScriptedEngine:
         self._open.set()
         self._receiver: Any = None
 
-    async def places(self) -> Sequence[WorkerPlace]:
-        return [WorkerPlace(device="cpu", transports=["tcp"], pid=os.getpid())] * self.limits.num_workers
+    async def workers(self) -> Sequence[WorkerInfo]:
+        return [WorkerInfo(device="cpu", transports=["tcp"], pid=os.getpid())] * self.limits.num_workers
 
     async def generate(
         self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str, experts_from: int | None

@@ -33,7 +33,7 @@ from inference_server.engine.interface import (
     EngineLimits,
     PushOrder,
     Sampled,
-    WorkerPlace,
+    WorkerInfo,
     WorkerReport,
 )
 from inference_server.engine.node_link import ServerNodes
@@ -92,13 +92,13 @@ class VllmEngine:
         # The learner expects a turn to end at these ids. vLLM adds those of its own generation config and tokenizer.
         self._eos_token_ids = {token for token in end_token_ids(model_path) if token < self.limits.vocab_size}
 
-    async def places(self) -> list[WorkerPlace]:
+    async def workers(self) -> list[WorkerInfo]:
         if self.llm.adapter is not None:
             await self._call_workers("clear_adapter")
-        replies = await self._call_workers("place")
-        places = [msgspec.msgpack.decode(reply, type=WorkerPlace) for reply in replies]
-        self._processes = EngineProcesses(place.pid for place in places if place.pid is not None)
-        return places
+        replies = await self._call_workers("info")
+        workers = [msgspec.msgpack.decode(reply, type=WorkerInfo) for reply in replies]
+        self._processes = EngineProcesses(worker.pid for worker in workers if worker.pid is not None)
+        return workers
 
     @property
     def num_steps(self) -> list[int | None]:

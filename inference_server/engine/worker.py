@@ -20,7 +20,7 @@ from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
 from inference_server.engine import adapter_loader
-from inference_server.engine.interface import PushOrder, WorkerPlace, WorkerReport, WorkerState
+from inference_server.engine.interface import PushOrder, WorkerInfo, WorkerReport, WorkerState
 from inference_server.engine.memory import keep_trimmed
 from inference_server.engine.output import send_in_pieces
 from inference_server.engine.processes import NODE_WORKERS, SERVER_PID, end_with_server
@@ -64,14 +64,14 @@ class PushWorker:
         parallel = self.vllm_config.parallel_config
         return parallel.data_parallel_index * parallel.world_size + self.rank
 
-    def place(self) -> bytes:
+    def info(self) -> bytes:
         """Return this worker's device, transports and process id, encoded."""
         is_on_server_node = self.vllm_config.parallel_config.node_rank == 0
-        place = WorkerPlace(
+        info = WorkerInfo(
             device=own_device_name(self.device), transports=list(offered_transports()),
             pid=os.getpid() if is_on_server_node else None,
         )  # fmt: skip
-        return msgspec.msgpack.encode(place)
+        return msgspec.msgpack.encode(info)
 
     def clear_adapter(self) -> None:
         """Let the engine start with an adapter of zeros."""
