@@ -46,7 +46,7 @@ from protocol.model_files import end_token_ids, fingerprint
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-TOKENS_PER_PIECE = 32
+TOKENS_PER_CHUNK = 32
 """Number of tokens per chunk of a completion. Each chunk shows that its group makes progress, and costs the
 event loop about 30 µs."""
 FIRST_STAGING_POLL_S = 0.01
@@ -307,7 +307,7 @@ def params_of(sampling: Sampling, eos_token_ids: set[int]) -> SamplingParams:
         detokenize=bool(sampling.stop),
         skip_special_tokens=False,
         output_kind=RequestOutputKind.DELTA,
-        stream_interval=TOKENS_PER_PIECE,
+        stream_interval=TOKENS_PER_CHUNK,
         skip_clone=True,
     )
 

@@ -22,7 +22,7 @@ from vllm.platforms import current_platform
 from inference_server.engine import adapter_loader
 from inference_server.engine.interface import PushOrder, WorkerInfo, WorkerReport, WorkerState
 from inference_server.engine.memory import keep_trimmed
-from inference_server.engine.output import send_in_pieces
+from inference_server.engine.output import send_in_chunks
 from inference_server.engine.processes import NODE_WORKERS, SERVER_PID, end_with_server
 from inference_server.engine.weight_loader import NextWeights, Reload, copies, put_back
 from inference_server.engine.weight_receiver import Receiver
@@ -195,7 +195,7 @@ class PushWorker:
 if SERVER_PID in os.environ:
     end_with_server()
     adapter_loader.adapt_linear_layers_only()
-    send_in_pieces()  # With one worker, this process also runs the engine.
+    send_in_chunks()  # With one worker, this process also runs the engine.
     if current_platform.is_cpu():
         # Imports a model runner that only a CPU has.
         from inference_server.engine.cpu_experts import return_experts

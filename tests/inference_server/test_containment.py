@@ -279,7 +279,7 @@ async def test_an_exception_in_a_check_of_groups_and_engine_skips_only_that_chec
     await at.push(2, "next")
 
 
-@pytest.mark.parametrize("call", ["restart", "places"])
+@pytest.mark.parametrize("call", ["restart", "workers"])
 @with_server()
 async def test_an_exception_while_the_engine_restarts_counts_as_another_death(at: Stage, call: str) -> None:
     await at.join_and_push()
