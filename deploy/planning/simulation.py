@@ -161,7 +161,7 @@ class Simulation:
         next_slots = range(self._next_to_take, self._next_to_take + self._groups_per_step)
         self._lookahead.update(
             waited_share=waited_s / step_s if step_s > 0 else 0.0,
-            has_room=self._fleet.num_groups * self._num_completions < self._fleet.num_places,
+            has_room=self._fleet.num_groups * self._num_completions < self._fleet.num_slots,
             has_spare=all(slot in self._ready for slot in next_slots),
         )
 
@@ -181,13 +181,13 @@ class Simulation:
 
         The simulated run has no last step.
         """
-        num_places = num_places_allowed(
+        num_slots = num_places_allowed(
             version=version,
             max_staleness=self._lookahead.versions,
             groups_per_step=self._groups_per_step,
             total_groups=self._next_to_admit + (1 << 40),
         )
-        slots = range(self._next_to_admit, num_places)
+        slots = range(self._next_to_admit, num_slots)
         if not slots:
             return
         self._next_to_admit = slots.stop
@@ -207,7 +207,7 @@ class Simulation:
         Completions of one length that start together would stay in lockstep for the whole run.
         Real completions do not.
         """
-        num_at_once = max(1, self._fleet.num_places // self._num_completions)
+        num_at_once = max(1, self._fleet.num_slots // self._num_completions)
         if len(lengths) <= num_at_once:
             return lengths
         left = np.minimum(1.0, (1 + np.arange(len(lengths))) / num_at_once)

@@ -247,7 +247,7 @@ def _written(template: ChatTemplate, call: Call) -> tuple[list[int], list[int]]:
         for answer in (calls, {"content": "Q"})
     )
     start = num_shared(whole, other)
-    ends = [place for place in range(start, len(whole)) if template.is_end(whole[place])]
+    ends = [i for i in range(start, len(whole)) if template.is_end(whole[i])]
     return whole[:start], whole[start : ends[-1] + 1 if ends else len(whole)]
 
 

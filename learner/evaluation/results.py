@@ -225,7 +225,7 @@ def earlier(path: Path) -> list[Evaluation]:
         return [msgspec.json.decode(line, type=Evaluation) for line in whole.splitlines()]
     except msgspec.DecodeError as error:
         raise ConfigError(
-            f"{path} contains a line that is not an evaluation ({error}); move the file to another place"
+            f"{path} contains a line that is not an evaluation ({error}); move the file to another directory"
         ) from error
 
 

@@ -189,7 +189,7 @@ def _evaluation_table(evaluations: Sequence[Evaluation]) -> str:
         of_set.setdefault((made.set_name or _data_of(made), made.questions_digest), []).append(made)
     rows = []
     for (name, _), of_one in of_set.items():
-        for made in (of_one[place] for place in evenly(len(of_one), NUM_ROWS)):
+        for made in (of_one[i] for i in evenly(len(of_one), NUM_ROWS)):
             rows.append((name, f"{made.step:,}", f"{made.num_prompts:,}", _sampling_of(made), _interval(made.reward)))
     return (
         "## Evaluation\n\nMean reward with its 95 % interval.\n\n"

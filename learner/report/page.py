@@ -49,7 +49,7 @@ from protocol.former_keys import renamed
 
 COMPARED = ("Reward per step", "Reward over time", "Entropy", "Completion length", "Clipped tokens", "Throughput")
 """Charts of a comparison: of one metric each, the first of its plan. The evaluations follow the rewards."""
-EVALUATIONS_PLACE = 2
+EVALUATIONS_INDEX = 2
 COMPARED_ROWS: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("steps", lambda s: f"{s.steps:,}"),
     ("time", lambda s: duration(s.seconds)),
@@ -232,7 +232,7 @@ def _comparison_plans(metrics: Sequence[Metrics]) -> list[ChartPlan]:
         ChartPlan(title, caption, [Curve(metric, "reward", "blue", "points")]) for title, metric in titles.items()
     ]
     plans = [PLANS[title] for title in COMPARED]
-    return plans[:EVALUATIONS_PLACE] + evaluations + plans[EVALUATIONS_PLACE:]
+    return plans[:EVALUATIONS_INDEX] + evaluations + plans[EVALUATIONS_INDEX:]
 
 
 def _comparison_chart(comparison: Comparison, metrics: Sequence[Metrics], plan: ChartPlan) -> Chart | Absent:

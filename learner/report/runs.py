@@ -94,9 +94,9 @@ def locked_files() -> set[tuple[int, int]]:
     """
     locked = set()
     for line in LOCKS.read_text("utf-8").splitlines() if LOCKS.exists() else []:
-        _, kind, *_, place, _, _ = line.split()
+        _, kind, *_, device_and_inode, _, _ = line.split()
         if kind == "FLOCK":
-            major, minor, inode = place.split(":")
+            major, minor, inode = device_and_inode.split(":")
             locked.add((os.makedev(int(major, 16), int(minor, 16)), int(inode)))
     return locked
 

@@ -122,18 +122,18 @@ def shown(line: dict[str, Any], low: float, high: float) -> Sample:
     texts, rewards, episodes = line.get("completions", []), line.get("rewards", []), line.get("episodes", [])
     functions = line.get("functions", {})
     versions = sorted({run[0] for one in episodes for branch in one["branches"] for run in branch["runs"]} - {None})
-    colors = {version: f"v{place % NUM_COLORS}" for place, version in enumerate(versions)}
+    colors = {version: f"v{i % NUM_COLORS}" for i, version in enumerate(versions)}
     completions = []
     for i, text in enumerate(texts[:MAX_COMPLETIONS]):
         reward = rewards[i] if i < len(rewards) else None
-        place = None if reward is None else round(10 * (reward - low) / (high - low))
+        tenths = None if reward is None else round(10 * (reward - low) / (high - low))
         parts = {name: number(by[i]) for name, by in functions.items() if i < len(by)}
         if i < len(episodes):
             passages = [_passage(branch, colors) for branch in episodes[i]["branches"]]
-            completions.append(ShownCompletion(passages, number(reward), place, _course(episodes[i]), parts))
+            completions.append(ShownCompletion(passages, number(reward), tenths, _course(episodes[i]), parts))
         else:
             passages = [Passage(None, [Piece(readable(text), "")])]
-            completions.append(ShownCompletion(passages, number(reward), place, functions=parts))
+            completions.append(ShownCompletion(passages, number(reward), tenths, functions=parts))
     answer = line.get("answer")
     return Sample(
         step=line["step"],

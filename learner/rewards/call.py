@@ -86,9 +86,9 @@ class RewardCall(msgspec.Struct, frozen=True):
         """
         return self.function in BUILT_IN and len(self.completions) > 1
 
-    def only(self, place: int, timeout_s: float) -> "RewardCall":
+    def only(self, index: int, timeout_s: float) -> "RewardCall":
         """Return the same call for one completion, with another deadline."""
-        here = slice(place, place + 1)
+        here = slice(index, index + 1)
         return msgspec.structs.replace(
             self,
             completions=self.completions[here],

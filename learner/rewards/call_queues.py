@@ -124,8 +124,8 @@ class SerialCalls:
         call, num_late = job.call, 0
         timeout_s = self._config.timeout_s / min(len(call.completions), MOST_SHARES)
         rewards: list[float | None] = []
-        for place in range(len(call.completions)):
-            answer = self._call(call.only(place, timeout_s))
+        for i in range(len(call.completions)):
+            answer = self._call(call.only(i, timeout_s))
             if isinstance(answer, RewardAnswer):
                 rewards += answer.rewards
             elif answer.outcome == "timed_out":

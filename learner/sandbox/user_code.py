@@ -69,7 +69,7 @@ def _import_file(path: Path) -> Any:
 
 
 def describe(error: BaseException) -> str:
-    """Return a one-line description of an error, with the place where it was raised."""
+    """Return a one-line description of an error, with the line where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {shorten(str(error), 300)}{where}"
