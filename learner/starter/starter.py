@@ -11,7 +11,7 @@ from pathlib import Path
 from protocol.errors import ConfigError
 
 FILES = Path(__file__).parent / "files"
-PLACE = "MY_TASK"
+PLACEHOLDER = "MY_TASK"
 """Placeholder in the recipe for the directory, as given on the command line."""
 UNFIT = '"\\\n'
 """Characters that TOML requires to be escaped."""
@@ -34,7 +34,9 @@ def write_starter(directory: Path) -> str:
                 shutil.copyfile(source, directory / source.name)
         recipe = directory / "run.toml"
         recipe.write_text(
-            recipe.read_text("utf-8").replace(f"runs/{PLACE}", f"runs/{directory.name}").replace(PLACE, str(directory)),
+            recipe.read_text("utf-8")
+            .replace(f"runs/{PLACEHOLDER}", f"runs/{directory.name}")
+            .replace(PLACEHOLDER, str(directory)),
             "utf-8",
         )
     except FileExistsError:
