@@ -116,7 +116,7 @@ class PushWorker:
             log.warning("could not close the collective of session %s: %s", session, failure)
 
     def _successor(self, order: PushOrder) -> NextWeights | None:
-        """Return a place for full weights that arrive during generation, or None to keep the buckets."""
+        """Return memory for full weights that arrive during generation, or None to keep the buckets."""
         carried, model = self.receiver.carried_by(order), self.model_runner.get_model()
         if self.device.type != "cpu" or carried is None or carried.is_adapter_alone:
             return None

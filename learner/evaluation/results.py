@@ -244,7 +244,7 @@ def remove_later(path: Path, step: int) -> None:
         replace_file(path, b"".join(msgspec.json.encode(one) + b"\n" for one in left))
 
 
-def as_text(made: Evaluation) -> str:
+def format_evaluation(made: Evaluation) -> str:
     """Format an evaluation for the console."""
     sampled = (
         "greedy" if made.temperature == 0 else f"{made.num_samples} samples each at temperature {made.temperature:g}"

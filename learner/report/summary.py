@@ -125,7 +125,7 @@ def summary_of(metrics: list[dict[str, float]], ledger: LedgerFacts, evaluations
     )
 
 
-def lines(summary: Summary) -> list[str]:
+def format_summary(summary: Summary) -> str:
     """Format the summary as aligned lines for a console."""
     s = summary
     stall = (
@@ -155,7 +155,7 @@ def lines(summary: Summary) -> list[str]:
             f"mostly for {DESCRIPTIONS[s.waited_for[0]]} ({s.waited_for[1]:.0%} of the time)" if s.waited_for else None,
         ),
     ]
-    return [f"{label:<12} {text}" for label, text in rows if text is not None]
+    return "\n".join(f"{label:<12} {text}" for label, text in rows if text is not None)
 
 
 def evaluation_by_label(s: Summary) -> dict[str, Estimate]:
@@ -163,10 +163,6 @@ def evaluation_by_label(s: Summary) -> dict[str, Estimate]:
     if s.evaluated_sets:
         return {f"evaluation of {name}": reward for name, reward in s.evaluated_sets.items()}
     return {"evaluation": s.evaluation} if s.evaluation else {}
-
-
-def as_text(summary: Summary) -> str:
-    return "\n".join(lines(summary))
 
 
 def number(value: float | None, spec: str = ".2f") -> str:

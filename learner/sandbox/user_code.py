@@ -75,7 +75,7 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {shorten(str(error), 300)}{where}"
 
 
-def as_text(value: Any) -> str:
+def to_utf8_text(value: Any) -> str:
     """Return a value as a text that UTF-8 can encode, also if it is of a subclass or holds a lone surrogate.
 
     Python reads a file name that is not UTF-8 as a text with lone surrogates.

@@ -16,7 +16,7 @@ from learner.evaluation.background import Evaluations, PartialHeader, PartialRes
 from learner.evaluation.openai_client import PromptAnswers
 from learner.evaluation.results import FILE, Estimate, Evaluation, earlier
 from learner.report.page import compare, comparison_text, render, write_comparison
-from learner.report.summary import as_text, read_metrics, summarize
+from learner.report.summary import format_summary, read_metrics, summarize
 from learner.rewards.workers import RewardWorkers
 from learner.run_inputs import RunInputs
 from learner.storage.checkpoint import best_models, complete_checkpoints, remove_checkpoint
@@ -284,7 +284,7 @@ def test_each_set_is_recorded_under_its_name_and_one_set_selects_the_best_model(
     summary, page = summarize(Path(run.run_dir)), render(Path(run.run_dir))
     assert summary.evaluated_sets == {name: one.reward for name, one in last.items()} and summary.evaluation is None
     for name in SETS:
-        assert f"evaluation of {name}" in as_text(summary) and f"Evaluation of {name}" in page
+        assert f"evaluation of {name}" in format_summary(summary) and f"Evaluation of {name}" in page
     assert f"few: {FEW} prompts of" in page and f"many: {MANY} prompts of" in page
     other = tmp_path / "other"
     other.mkdir()
