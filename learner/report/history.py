@@ -27,7 +27,7 @@ LOOK_UP_EVERY = 1000
 CHARTS_EVERY_S = 2.0
 STEP = re.compile(rb'\{"step": (\d+)[,}]')
 
-Metrics = Mapping[str, float]
+StepMetrics = Mapping[str, float]
 
 
 class History:
@@ -38,12 +38,12 @@ class History:
 
     def __init__(self, stride: int = 1) -> None:
         self.newest_step = 0
-        self.newest: Metrics = {}
+        self.newest: StepMetrics = {}
         self._newest_point = b""
         self._stride = stride
         self._point_of: dict[int, bytes] = {}
 
-    def add(self, step: int, metrics: Metrics) -> bytes:
+    def add(self, step: int, metrics: StepMetrics) -> bytes:
         """Add a step and return its encoding for the page."""
         if step <= self.newest_step:
             self._point_of = {kept: point for kept, point in self._point_of.items() if kept < step}
@@ -92,7 +92,7 @@ def encoded_charts(points: bytes) -> bytes:
     return json_of([chart for chart in charts if isinstance(chart, Chart)]).encode()
 
 
-def encoded(step: int, metrics: Metrics) -> bytes:
+def encoded(step: int, metrics: StepMetrics) -> bytes:
     """Encode a step as JSON with six digits, and null for NaN or inf."""
     digits = {
         # All digits of whole numbers: some are steps of evaluations.

@@ -23,14 +23,14 @@ MAX_DEPTH = 3
 """Maximum number of directories between the given directory and a run."""
 LOCKS = Path("/proc/locks")
 
-State = Literal["running", "finished", "stopped", "unreadable"]
+RunState = Literal["running", "finished", "stopped", "unreadable"]
 
 
 class ListedRun(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about a run that need no full read of its files."""
 
     path: str
-    state: State
+    state: RunState
     """State of the run. running: a learner on this machine has it open; stopped: no learner, steps left."""
     step: int = 0
     steps: int = 0

@@ -32,7 +32,7 @@ NUM_COLORS = 3
 """Number of colors for versions. Episodes rarely have more versions, and the legend names each."""
 
 
-class Piece(msgspec.Struct, frozen=True):
+class TextSpan(msgspec.Struct, frozen=True):
     """Text of one speaker."""
 
     text: str
@@ -45,7 +45,7 @@ class Passage(msgspec.Struct, frozen=True):
 
     prompt: str | None
     """Prompt of the branch, or None if it is the group's prompt."""
-    pieces: list[Piece]
+    spans: list[TextSpan]
 
 
 class ShownCompletion(msgspec.Struct, frozen=True):
@@ -132,7 +132,7 @@ def shown(line: dict[str, Any], low: float, high: float) -> Sample:
             passages = [_passage(branch, colors) for branch in episodes[i]["branches"]]
             completions.append(ShownCompletion(passages, number(reward), tenths, _course(episodes[i]), parts))
         else:
-            passages = [Passage(None, [Piece(readable(text), "")])]
+            passages = [Passage(None, [TextSpan(readable(text), "")])]
             completions.append(ShownCompletion(passages, number(reward), tenths, functions=parts))
     answer = line.get("answer")
     return Sample(
@@ -147,10 +147,11 @@ def shown(line: dict[str, Any], low: float, high: float) -> Sample:
 
 def _passage(branch: dict[str, Any], colors: dict[int, str]) -> Passage:
     prompt = branch["prompt"]
-    pieces = [
-        Piece(readable(text), "environment" if version is None else colors[version]) for version, text in branch["runs"]
+    spans = [
+        TextSpan(readable(text), "environment" if version is None else colors[version])
+        for version, text in branch["runs"]
     ]
-    return Passage(None if prompt is None else readable(prompt), pieces)
+    return Passage(None if prompt is None else readable(prompt), spans)
 
 
 def _course(episode: dict[str, Any]) -> str:
