@@ -34,6 +34,7 @@ from learner.report.series import Curve, Metrics
 from learner.report.summary import (
     RunDirectoryError,
     Summary,
+    aligned,
     duration,
     evaluation_by_label,
     number,
@@ -217,10 +218,7 @@ def comparison_text(comparison: Comparison) -> str:
     if comparison.differences:
         rows += [("",) * len(rows[0])]
         rows += [(key, *map(_format_value, values)) for key, values in comparison.differences.items()]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return aligned(rows)
 
 
 def _comparison_plans(metrics: Sequence[Metrics]) -> list[ChartPlan]:

@@ -16,7 +16,7 @@ from typing import Literal
 
 import msgspec
 
-from learner.report.summary import RunDirectoryError, duration, number
+from learner.report.summary import RunDirectoryError, aligned, duration, number
 from learner.storage.files import last_line
 
 MAX_DEPTH = 3
@@ -112,11 +112,7 @@ def _run_dirs(directory: Path, depth: int) -> Iterator[Path]:
 
 
 def as_table(runs: list[ListedRun]) -> str:
-    rows = [("run", "state", "step", "reward", "trained for", "last step", "model"), *map(_row, runs)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return aligned([("run", "state", "step", "reward", "trained for", "last step", "model"), *map(_row, runs)])
 
 
 def _row(run: ListedRun) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The table of completions: readable text, with the speaker and policy version of each piece.
+"""The table of completions: readable text, with the speaker and policy version of each span.
 
 samples.jsonl ─▶ Sample ─▶ Table ─▶ completions.html.jinja, in the report and the dashboard
 """

@@ -165,6 +165,14 @@ def evaluation_by_label(s: Summary) -> dict[str, Estimate]:
     return {"evaluation": s.evaluation} if s.evaluation else {}
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Format rows of equal length as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
 def number(value: float | None, spec: str = ".2f") -> str:
     return "–" if value is None else format(value, spec)
 
