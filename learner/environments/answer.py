@@ -195,8 +195,7 @@ def check_calls(template: ChatTemplate) -> None:
     if call.name not in text:
         log.warning(
             "the chat template of %s does not render calls: one of %s is %r. The policy learns of its tools only "
-            "from the "
-            "prompt, and its calls may be unreadable", _name(template), call.name, text,
+            "from the prompt, and its calls may be unreadable", _name(template), call.name, text,
         )  # fmt: skip
         return
     problem = _problem(template, prompt, turn, call)
