@@ -81,7 +81,7 @@ class Simulation:
         self._fleet = SimulatedFleet(self._env, setup.rates, self._num_servers, capacity, self._done)
         if setup.failures is not None:
             self._fleet.start_failures(setup.failures, self._rng.spawn(1)[0])
-        self._lookahead = AutoStaleness(config)
+        self._auto_staleness = AutoStaleness(config)
         self._next_to_admit = self._next_to_take = 0
         self._ready: dict[int, SimulatedGroup] = {}
         self._num_missing = 0
@@ -159,7 +159,7 @@ class Simulation:
     def _record_taken(self, waited_s: float) -> None:
         step_s, self._taken_at = self._env.now - self._taken_at, self._env.now
         next_slots = range(self._next_to_take, self._next_to_take + self._groups_per_step)
-        self._lookahead.update(
+        self._auto_staleness.update(
             waited_share=waited_s / step_s if step_s > 0 else 0.0,
             has_room=self._fleet.num_groups * self._num_completions < self._fleet.num_slots,
             has_spare=all(slot in self._ready for slot in next_slots),
@@ -183,7 +183,7 @@ class Simulation:
         """
         num_slots = num_places_allowed(
             version=version,
-            max_staleness=self._lookahead.versions,
+            max_staleness=self._auto_staleness.versions,
             groups_per_step=self._groups_per_step,
             total_groups=self._next_to_admit + (1 << 40),
         )
