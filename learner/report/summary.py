@@ -268,7 +268,7 @@ def steps_in(
             step = line["step"]
             if not isinstance(step, int):
                 raise TypeError(f"the step is {step!r}")
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             broken = RunDirectoryError(
                 f'{path}, line {i}: expected a JSON object with an integer "step", found {raw[:60]!r} ({error}); '
                 "remove or repair that line"
