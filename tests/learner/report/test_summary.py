@@ -128,6 +128,8 @@ def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path, broken: str) ->
     path.write_text('{"step": 1}\n' + broken + '\n{"step": 3}\n')
     with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl, line 2: expected a JSON object"):
         read_steps(path)
+    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl, line 2: expected a JSON object"):
+        read_metrics(tmp_path)
 
 
 def test_a_broken_last_line_is_torn_only_without_its_end(tmp_path: Path) -> None:
