@@ -84,7 +84,7 @@ def test_no_process_beside_the_server_of_a_reference_is_left_without_a_gpu(
     (server,), (rank,) = server_specs(config, a_server()), rank_specs(config, learner, port=1)
     reference = reference_spec(config, a_server(), learner)
     assert reference is not None
-    seen = [place.environment.get("CUDA_VISIBLE_DEVICES") for place in (server, rank, reference)]
+    seen = [spec.environment.get("CUDA_VISIBLE_DEVICES") for spec in (server, rank, reference)]
     assert tuple(seen) == expected
 
 

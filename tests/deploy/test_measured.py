@@ -26,7 +26,7 @@ TRUE = msgspec.structs.replace(
 )
 SYNCHRONOUS = {"max_staleness": 0}
 OVERLAPPED = {"max_staleness": 2, "weight_sync": {"overlap_with_training": True}}
-MORE_THAN_PLACES = {"max_staleness": 4, "groups_per_step": 16}
+MORE_THAN_SLOTS = {"max_staleness": 4, "groups_per_step": 16}
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def short(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("learner", "servers", "load"), [(SYNCHRONOUS, 2, 32), (OVERLAPPED, 1, 64), (MORE_THAN_PLACES, 2, 64)]
+    ("learner", "servers", "load"), [(SYNCHRONOUS, 2, 32), (OVERLAPPED, 1, 64), (MORE_THAN_SLOTS, 2, 64)]
 )
 def test_rates_are_read_from_the_directory_of_a_run(
     tmp_path: Path, learner: dict[str, Any], servers: int, load: int

@@ -346,7 +346,7 @@ def test_exceptions_at_one_place_are_logged_with_a_traceback_at_most_once_a_minu
     for _ in range(3):
         one()
     with containment.log_unexpected("testing"):
-        raise ValueError("another place")
+        raise ValueError("another line")
     first, other = caplog.records
     assert first.message.startswith("unexpected Boom while testing") and first.exc_info and first.exc_info[0] is Boom
     assert "ValueError" in other.message

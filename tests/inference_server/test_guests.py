@@ -86,8 +86,8 @@ class Engine:
 
     def _sample(self, step: Any) -> None:
         ids = [*step.num_scheduled_tokens]
-        places = {request_id: place for place, request_id in enumerate(ids)}
-        self.scheduler.update_from_output(step, ModelRunnerOutput(ids, places, [[7]] * len(ids)))
+        index_of = {request_id: i for i, request_id in enumerate(ids)}
+        self.scheduler.update_from_output(step, ModelRunnerOutput(ids, index_of, [[7]] * len(ids)))
 
     def cancel(self, request: Request) -> None:
         self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)

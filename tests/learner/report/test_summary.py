@@ -106,7 +106,7 @@ def test_the_speed_after_a_resume_is_that_of_the_steps_that_count(tmp_path: Path
     write_ledger(tmp_path / "ledger.db", 1, random.Random(0))
     steps = [*range(1, 9), *range(5, 11)]
     step = {"rollout/tokens": 200.0, "time/step": 0.25}
-    lines = [{"step": number, "elapsed_s": 0.25 * place, **step} for place, number in enumerate(steps, 1)]
+    lines = [{"step": number, "elapsed_s": 0.25 * i, **step} for i, number in enumerate(steps, 1)]
     write_lines(tmp_path / "metrics.jsonl", lines)
     assert summarize(tmp_path).completion_tokens_per_s == 800.0
 
