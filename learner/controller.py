@@ -1,6 +1,6 @@
 """Rank 0's part of a run: rollouts, servers and records. train.py drives it.
 
-    connect ─▶ (next_batch ─▶ push ─▶ record) for every step ─▶ finish
+    connect ─▶ (next_batch ─▶ sync_weights ─▶ record) for every step ─▶ finish
 
 Every rank has a PolicyTrainer (training/policy_trainer.py). Only rank 0 has a Controller; the other ranks
 follow it through RankZero.
@@ -227,7 +227,9 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                     self.weight_sync.wait()  # with overlap, its tokens may be here before its check was requested
                     self.sync_check.check()
                 self.sync_check.begin(version, texts_of(groups, **CHECKED_TOKENS))
-                if not self.weight_sync.is_pushing:  # otherwise `push` requests it, once the servers have this version
+                if (
+                    not self.weight_sync.is_syncing
+                ):  # otherwise `sync_weights` requests it, once the servers have this version
                     self.sync_check.ask_before(self.weight_sync.holders(version))
                 return groups
             if time.monotonic() - last_note > WAITING_NOTE_S:
@@ -238,7 +240,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                 )
         return None
 
-    def push(self, step: int, groups: list[RolloutGroup]) -> dict[str, float]:
+    def sync_weights(self, step: int, groups: list[RolloutGroup]) -> dict[str, float]:
         """Record the groups as consumed by `step`, and sync its weights.
 
         Returns the metrics of the last completed sync: this one, or with overlap the previous one.
@@ -259,7 +261,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         if config.weight_sync.overlap_with_training:
             self.weight_sync.begin(step, when_done)
         else:
-            report = self.weight_sync.push(step) or self.weight_sync.report_of(step)
+            report = self.weight_sync.send(step) or self.weight_sync.report_of(step)
             when_done()
         return report.metrics() if report is not None else {}
 
@@ -311,7 +313,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         self.fleet.is_over = not interrupt.requested
 
     def _sync_joiners(self, version: int) -> None:
-        if not self.weight_sync.is_pushing and (joiners := self.weight_sync.joiners()):
+        if not self.weight_sync.is_syncing and (joiners := self.weight_sync.joiners()):
             self._sync(joiners, version)
             self.publish(version)
 
@@ -328,7 +330,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                 check_joins(self.run_inputs, self.fleet, member)
                 fresh_scores[member] = score_fresh_server(run, self.parity, member, version)
         if fresh_scores:
-            self.weight_sync.push(version, list(fresh_scores))
+            self.weight_sync.send(version, list(fresh_scores))
         for member, before in fresh_scores.items():
             if member in self.weight_sync.holders(version):
                 with self._at_the_cost_of(member):

@@ -107,7 +107,7 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
                 break
             metrics = train_on(trainer, groups, version, timer)
             with timer("weight_sync"):
-                metrics |= lead(Controller.push, step, groups) or {}
+                metrics |= lead(Controller.sync_weights, step, groups) or {}
             metrics |= group_metrics(groups, version)
             version = step
             metrics |= trainer.after_step(version, metrics) | checkpoints.pop_metrics()

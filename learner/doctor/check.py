@@ -230,7 +230,7 @@ def first_steps(run: LearnerRun) -> Metrics:
             assert groups is not None
             metrics = train_on(trainer, groups, step - 1, timer)
             with timer("weight_sync"):
-                metrics |= controller.push(step, groups)
+                metrics |= controller.sync_weights(step, groups)
             metrics |= group_metrics(groups, step - 1)
             metrics |= trainer.after_step(step, metrics)
             controller.record(step, groups, metrics, timer)

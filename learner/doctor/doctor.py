@@ -280,7 +280,7 @@ async def bandwidth(run: LearnerRun, channel: LearnerChannel) -> Finding:
                 (await sending).close()
     if ended.error is not None:
         return problem("bandwidth", f"weights cannot be sent: {in_one_line(ended.error)}", remedy)
-    found = fast_enough(TRIAL_BYTES / max(ended.receive_s, 1e-6), pushed_bytes(run), push)
+    found = fast_enough(TRIAL_BYTES / max(ended.receive_s, 1e-6), sync_bytes(run), push)
     return msgspec.structs.replace(found, text=f"{found.text}; workers connect to {called}")
 
 
@@ -300,7 +300,7 @@ def fast_enough(rate: float, num_bytes: int | None, push: WeightSyncConfig) -> F
     return ok("bandwidth", text)
 
 
-def pushed_bytes(run: LearnerRun) -> int | None:
+def sync_bytes(run: LearnerRun) -> int | None:
     """Return the size of the weights, or None if the model is not on this machine yet."""
     path = local_model(run.model)
     return None if path is None else weight_bytes(path, run.dtype)
