@@ -24,7 +24,7 @@ import simpy
 
 from deploy.planning.rates import Lengths, Rates
 from deploy.planning.servers import SimulatedGroup, SimulatedServer
-from deploy.planning.step_metrics import Lines, mean, synced_lines, read_steps, values
+from deploy.planning.step_metrics import Lines, mean, read_steps, synced_lines, values
 from inference_server.config import ServerConfig, ServerRun
 from learner.config import LearnerConfig, LearnerRun
 from protocol.config import load_config

@@ -23,7 +23,7 @@ from learner.policy.memory import GIB, describe
 from learner.policy.memory_plan import Room, fastest_plan, make_plan
 from learner.policy.model import load_config
 from learner.policy.model_shape import shape_of
-from learner.servers.membership import Membership
+from learner.servers.membership import EndpointSource
 from learner.servers.parity import DTYPES, coarser
 from protocol.channel.keys import learner_keys
 from protocol.channel.sockets import LearnerChannel
@@ -89,7 +89,7 @@ def servers_now(run: LearnerRun) -> tuple[str, ...]:
     """Return the endpoints of the run. Raises ConfigError."""
     if run.endpoints_from is None:
         return run.servers
-    return Membership(run.endpoints_from, has_keys=run.keys is not None, insecure=run.insecure).endpoints
+    return EndpointSource(run.endpoints_from, has_keys=run.keys is not None, insecure=run.insecure).endpoints
 
 
 def _until(last: str, runner: asyncio.Runner, server: str, findings: AsyncIterator[Finding]) -> Iterator[Finding]:
