@@ -1,6 +1,6 @@
 """Rank 0's part of a run: rollouts, servers and records. train.py drives it.
 
-    connect ─▶ (next_batch ─▶ push ─▶ record) for every step ─▶ finish
+    connect ─▶ (next_batch ─▶ sync_weights ─▶ record) for every step ─▶ finish
 
 Every rank has a PolicyTrainer (training/policy_trainer.py). Only rank 0 has a Controller; the other ranks
 follow it through RankZero.
@@ -44,12 +44,12 @@ from learner.servers.parity import (
     check_identity,
     score_fresh_server,
 )
-from learner.servers.quantization import check_joiner, has_quantized, log_correction
+from learner.servers.quantization import has_quantized, log_correction
 from learner.servers.sync_check import ExpectedAnswers, SyncCheck
 from learner.servers.weight_sync import WeightSync
 from learner.storage.checkpoint import read_pass_rates, read_state
 from learner.storage.run_dir import RunDir, check_data, record_data
-from learner.training.metrics import Devices, StepTimer, memory_metrics, pop_mismatches, staleness, throughput
+from learner.training.metrics import Devices, StepTimer, memory_metrics, staleness, throughput
 from protocol.endpoint import exposure
 from protocol.errors import ConfigError, DataError, DeadlineExceeded, ParityError, ServerLost
 from protocol.messages import PROTOCOL_VERSION, Hello, new_learner_id
@@ -134,7 +134,12 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             dashboard = start_dashboard(fleet.loop, run_dir.path, config.report, cleanup, config.steps)
             run_log = RunLog(run_dir, config.report, config.steps, dashboard)
             cleanup.callback(run_log.close)
-            weight_sync = WeightSync(fleet, published, config.weight_sync, partial(check_joins, run_inputs, fleet))
+            weight_sync = WeightSync(
+                fleet,
+                published,
+                config.weight_sync,
+                lambda member: check_fits(run_inputs, member, is_quantized=fleet.is_quantized),
+            )
             cleanup.callback(weight_sync.close)
             cleanup.callback(evaluations.close)
             evaluations.start(workers)
@@ -227,7 +232,9 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                     self.weight_sync.wait()  # with overlap, its tokens may be here before its check was requested
                     self.sync_check.check()
                 self.sync_check.begin(version, texts_of(groups, **CHECKED_TOKENS))
-                if not self.weight_sync.is_pushing:  # otherwise `push` requests it, once the servers have this version
+                if (
+                    not self.weight_sync.is_syncing
+                ):  # otherwise `sync_weights` requests it, once the servers have this version
                     self.sync_check.ask_before(self.weight_sync.holders(version))
                 return groups
             if time.monotonic() - last_note > WAITING_NOTE_S:
@@ -238,7 +245,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                 )
         return None
 
-    def push(self, step: int, groups: list[RolloutGroup]) -> dict[str, float]:
+    def sync_weights(self, step: int, groups: list[RolloutGroup]) -> dict[str, float]:
         """Record the groups as consumed by `step`, and sync its weights.
 
         Returns the metrics of the last completed sync: this one, or with overlap the previous one.
@@ -259,13 +266,18 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         if config.weight_sync.overlap_with_training:
             self.weight_sync.begin(step, when_done)
         else:
-            report = self.weight_sync.push(step) or self.weight_sync.report_of(step)
+            report = self.weight_sync.send(step) or self.weight_sync.report_of(step)
             when_done()
         return report.metrics() if report is not None else {}
 
-    def record(self, step: int, groups: list[RolloutGroup], metrics: dict[str, float], timer: StepTimer) -> None:
-        """Log the step, and stop the run if server and learner no longer agree."""
-        of_servers = pop_mismatches(metrics, groups)
+    def record(
+        self, step: int, groups: list[RolloutGroup], metrics: dict[str, float], mismatches: dict[str, float],
+        timer: StepTimer,
+    ) -> None:  # fmt: skip
+        """Log the step, and stop the run if server and learner no longer agree.
+
+        `mismatches` has the mean |Δ logprob| of each server.
+        """
         metrics |= self.parity.pop_metrics()
         times = timer.pop_metrics()
         metrics |= times
@@ -289,7 +301,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             log.warning(
                 "no completion of step %d could be scored: every reward function returned None or timed out", step
             )
-        self.parity.check_fresh(of_servers)
+        self.parity.check_fresh(mismatches)
 
     def _columns_of(self, group: RolloutGroup) -> Mapping[str, Any]:
         return self.run_inputs.prompts.prompt_at(self.ledger.position_of(group.slot)).columns
@@ -311,7 +323,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         self.fleet.is_over = not interrupt.requested
 
     def _sync_joiners(self, version: int) -> None:
-        if not self.weight_sync.is_pushing and (joiners := self.weight_sync.joiners()):
+        if not self.weight_sync.is_syncing and (joiners := self.weight_sync.joiners()):
             self._sync(joiners, version)
             self.publish(version)
 
@@ -325,10 +337,10 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         fresh_scores: dict[Member, FreshServerScores | None] = {}
         for member in members:
             with self._at_the_cost_of(member):
-                check_joins(self.run_inputs, self.fleet, member)
+                check_fits(self.run_inputs, member, is_quantized=self.fleet.is_quantized)
                 fresh_scores[member] = score_fresh_server(run, self.parity, member, version)
         if fresh_scores:
-            self.weight_sync.push(version, list(fresh_scores))
+            self.weight_sync.send(version, list(fresh_scores))
         for member, before in fresh_scores.items():
             if member in self.weight_sync.holders(version):
                 with self._at_the_cost_of(member):
@@ -352,12 +364,6 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                 raise
             log.warning("parity could not be measured: %s", error)
             self.weight_sync.failed(member)
-
-
-def check_joins(run_inputs: RunInputs, fleet: Fleet, member: Member) -> None:
-    """Raise ConfigError, DataError or ServerLost unless a server fits the run and its correction."""
-    check_fits(run_inputs, member)
-    check_joiner(run_inputs.run, member, is_quantized=fleet.is_quantized)
 
 
 def _open_fleet(run_inputs: RunInputs, run_dir: RunDir, cleanup: ExitStack) -> Fleet:

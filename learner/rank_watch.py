@@ -92,7 +92,7 @@ class RankWatch:
     def cause_of(self, error: BaseException) -> BaseException:
         """Return the error with which this rank ends.
 
-        If another rank died, this is SystemExit, because `_note` has reported the death. Its code is that of a
+        If another rank died, this is SystemExit, because `_report_loss` has reported the death. Its code is that of a
         crash: on a network that was interrupted, every rank counts the others as dead. If another rank hangs,
         this is RankFailed. Otherwise, it is `error` itself.
         """
@@ -197,11 +197,11 @@ class RankWatch:
             self._connections.append(connection)
         for line in lines:
             if isinstance(line, RankLoss):
-                self._note(line)
+                self._report_loss(line)
             return
-        self._note(RankLoss(rank=other.rank, process=other.process))
+        self._report_loss(RankLoss(rank=other.rank, process=other.process))
 
-    def _note(self, lost: RankLoss) -> None:
+    def _report_loss(self, lost: RankLoss) -> None:
         """Report the first lost rank, and end this process after END_S.
 
         Rank 0 notifies the other ranks. The report is printed at once, because a launcher may end this rank

@@ -270,7 +270,7 @@ def _push(pusher: WeightSync, rollouts: Rollouts, version: int, overlap: bool) -
             pusher.begin(version, lambda: None)
             pusher.wait()
         else:
-            pusher.push(version)
+            pusher.send(version)
     except SlipstreamError as error:
         return error
     rollouts.publish(version, *(member.link.welcome.server_id for member in pusher.holders() if member.link.welcome))

@@ -60,7 +60,7 @@ def syncing(tmp_path: Path, compression: str) -> Iterator[tuple[WeightSync, Scri
         scripted = ScriptedWeights(partial(weights, compression))
         sync = WeightSync(fleet, scripted, fleet._run.learner.weight_sync)
         cleanup.callback(sync.close)
-        assert sync.push(0) is not None
+        assert sync.send(0) is not None
         yield sync, scripted, fleet, servers
 
 
@@ -74,7 +74,7 @@ def test_the_others_go_on_without_a_server_that_fails_in_mid_sync(
         scripted.version = 1
         servers[STRUCK].send(Trap("broadcast", servers[STRUCK].pid, signal_number, MID_TRANSFER, HANG_S))
         started = time.monotonic()
-        report = sync.push(1)
+        report = sync.send(1)
         took_s = time.monotonic() - started
         assert report is not None and sync.holders(1) == others
         assert took_s < PATIENCE_S + 1 + BUSY_MACHINE_S
@@ -90,8 +90,8 @@ def test_the_others_go_on_without_a_server_that_fails_in_mid_sync(
         if signal_number == signal.SIGSTOP:
             servers[STRUCK].go_on()
         until(lambda: struck in fleet.connected())
-        until(lambda: sync.push(1, [struck]) is not None, "it has ended what was given up")
+        until(lambda: sync.send(1, [struck]) is not None, "it has ended what was given up")
         scripted.version = 2
-        together = sync.push(2)
+        together = sync.send(2)
         assert together is not None and sync.holders(2) == list(fleet.members)
         assert {server.ask("status")["digest"] for server in servers} == {digest(weights(compression, 2))}

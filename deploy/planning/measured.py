@@ -24,7 +24,7 @@ import simpy
 
 from deploy.planning.rates import Lengths, Rates
 from deploy.planning.servers import SimulatedGroup, SimulatedServer
-from deploy.planning.step_metrics import Lines, mean, pushed_lines, values
+from deploy.planning.step_metrics import Lines, mean, synced_lines, values
 from inference_server.config import ServerConfig, ServerRun
 from learner.config import LearnerConfig, LearnerRun
 from learner.report.summary import read_metrics
@@ -305,7 +305,7 @@ def _learner_rates(run: MeasuredRun, num_ranks: int) -> dict[str, float]:
     steady = run.lines[_warm_up(run.lines) :]
     token_s = sum(mean(steady, phase) for phase in TOKEN_PHASES if phase in steady[-1])
     weight_sync_s = (
-        0.0 if run.learner.weight_sync.overlap_with_training else mean(pushed_lines(steady), "weight_sync/seconds")
+        0.0 if run.learner.weight_sync.overlap_with_training else mean(synced_lines(steady), "weight_sync/seconds")
     )
     rest_s = _step_s(run.lines) - mean(steady, "time/wait_for_batch") - token_s - weight_sync_s
     return {
@@ -315,7 +315,7 @@ def _learner_rates(run: MeasuredRun, num_ranks: int) -> dict[str, float]:
 
 
 def _push_rates(steady: Lines, server: ServerConfig, num_servers: int) -> dict[str, float]:
-    pushed = pushed_lines(steady)
+    pushed = synced_lines(steady)
     transfer_s = mean(pushed, "weight_sync/transfer_seconds")
     stalled_by_it_s = 0.0 if server.overlap_weight_loading else transfer_s
     return {

@@ -3,7 +3,7 @@
     take ─▶ train ─▶ weight sync ─▶ take …   a finished sync publishes its version, which admits new groups
     servers.py: groups ─▶ done ─▶ scored ─▶ ready, taken only in slot order, as in rollouts/slot_order.py
 
-The real run's own code decides how many groups to request (`num_places_allowed`, and `AutoStaleness` for "auto").
+The real run's own code decides how many groups to request (`num_slots_allowed`, and `AutoStaleness` for "auto").
 If there are more than `most_servers`, fewer servers represent them, each with its share of the groups.
 A weight sync still counts all servers.
 Invariant: every slot is taken once, in order, and no staler than the bound, which only that code enforces.
@@ -25,7 +25,7 @@ from deploy.planning.rates import Rates
 from deploy.planning.servers import Events, Failures, SimulatedFleet, SimulatedGroup
 from inference_server.config import ServerConfig
 from learner.config import LearnerConfig
-from learner.rollouts.slot_order import AutoStaleness, num_places_allowed
+from learner.rollouts.slot_order import AutoStaleness, num_slots_allowed
 from protocol.errors import ConfigError
 
 MOST_SERVERS = 256
@@ -181,7 +181,7 @@ class Simulation:
 
         The simulated run has no last step.
         """
-        num_slots = num_places_allowed(
+        num_slots = num_slots_allowed(
             version=version,
             max_staleness=self._auto_staleness.versions,
             groups_per_step=self._groups_per_step,

@@ -30,7 +30,7 @@ def values(lines: Lines, metric: str) -> list[float]:
     return found
 
 
-def pushed_lines(lines: Lines) -> Lines:
+def synced_lines(lines: Lines) -> Lines:
     """Return the lines with weight-sync metrics.
 
     With overlap, a step may end before its weight sync.

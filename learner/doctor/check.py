@@ -227,11 +227,12 @@ def first_steps(run: LearnerRun) -> Metrics:
                 groups = controller.next_batch(step - 1, interrupt)
             assert groups is not None
             metrics = train_on(trainer, groups, step - 1, timer)
+            mismatches = trainer.mismatch.pop_by_server(trainer.accelerator, groups)
             with timer("weight_sync"):
-                metrics |= controller.push(step, groups)
+                metrics |= controller.sync_weights(step, groups)
             metrics |= group_metrics(groups, step - 1)
             metrics |= trainer.after_step(step, metrics)
-            controller.record(step, groups, metrics, timer)
+            controller.record(step, groups, metrics, mismatches, timer)
         controller.finish(num_steps, interrupt)
     return read_metrics(Path(run.run_dir))
 

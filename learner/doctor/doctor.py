@@ -23,7 +23,7 @@ from learner.policy.memory import GIB, describe
 from learner.policy.memory_plan import Room, fastest_plan, make_plan
 from learner.policy.model import load_config
 from learner.policy.model_shape import shape_of
-from learner.servers.membership import Membership
+from learner.servers.membership import EndpointSource
 from learner.servers.parity import DTYPES, coarser
 from protocol.channel.keys import learner_keys
 from protocol.channel.sockets import LearnerChannel
@@ -89,7 +89,7 @@ def servers_now(run: LearnerRun) -> tuple[str, ...]:
     """Return the endpoints of the run. Raises ConfigError."""
     if run.endpoints_from is None:
         return run.servers
-    return Membership(run.endpoints_from, has_keys=run.keys is not None, insecure=run.insecure).endpoints
+    return EndpointSource(run.endpoints_from, has_keys=run.keys is not None, insecure=run.insecure).endpoints
 
 
 def _until(last: str, runner: asyncio.Runner, server: str, findings: AsyncIterator[Finding]) -> Iterator[Finding]:
@@ -280,7 +280,7 @@ async def check_bandwidth(run: LearnerRun, channel: LearnerChannel) -> Finding:
                 (await sending).close()
     if ended.error is not None:
         return problem("bandwidth", f"weights cannot be sent: {in_one_line(ended.error)}", remedy)
-    found = fast_enough(TRIAL_BYTES / max(ended.receive_s, 1e-6), pushed_bytes(run), push)
+    found = fast_enough(TRIAL_BYTES / max(ended.receive_s, 1e-6), sync_bytes(run), push)
     return msgspec.structs.replace(found, text=f"{found.text}; workers connect to {called}")
 
 
@@ -300,7 +300,7 @@ def fast_enough(rate: float, num_bytes: int | None, push: WeightSyncConfig) -> F
     return ok("bandwidth", text)
 
 
-def pushed_bytes(run: LearnerRun) -> int | None:
+def sync_bytes(run: LearnerRun) -> int | None:
     """Return the size of the weights, or None if the model is not on this machine yet."""
     path = local_model(run.model)
     return None if path is None else weight_bytes(path, run.dtype)

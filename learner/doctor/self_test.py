@@ -65,7 +65,7 @@ def self_test(run: LearnerRun) -> NoiseMeasurement:
         run = without_learning(run, Path(directory) / "run")
         trainer, controller = cleanup.enter_context(connected(run, "slipstream self-test"))
         config = trainer.config
-        batches = sample_across_pushes(controller)
+        batches = sample_across_syncs(controller)
         tokens = compare(trainer, batches, config.sampling.temperature)
         compared = [comparison(run, one.welcome) for one in controller.fleet.connected() if one.welcome]
         measured = NoiseMeasurement(
@@ -150,14 +150,14 @@ def without_learning(run: LearnerRun, directory: Path) -> LearnerRun:
     )
 
 
-def sample_across_pushes(controller: Controller) -> list[list[RolloutGroup]]:
+def sample_across_syncs(controller: Controller) -> list[list[RolloutGroup]]:
     """Take NUM_BATCHES batches and sync the same weights between them as new versions."""
     batches: list[list[RolloutGroup]] = []
     interrupt = Interrupt()  # not entered: there is no step to finish, so Ctrl-C ends the test at once
     for version in range(NUM_BATCHES):
         if version:
             time.sleep(SETTLE_S)
-            controller.weight_sync.push(version)
+            controller.weight_sync.send(version)
             controller.publish(version)
         groups = controller.next_batch(version, interrupt)
         assert groups is not None

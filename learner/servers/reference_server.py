@@ -102,7 +102,7 @@ class ReferenceServer:
                 self._require_own_model(welcome)
                 self._set_ready(welcome)
             else:
-                self._push()
+                self._send()
         return welcome.server_id == self._ready_id
 
     def expect(self, version: int) -> None:
@@ -110,9 +110,9 @@ class ReferenceServer:
         self._ready_id = ""  # before the version: no score of the earlier copy may pass for one of this version
         self.version = version
 
-    def _push(self) -> None:
+    def _send(self) -> None:
         assert self._sync is not None and self.version is not None
-        self._sync.push(self.version, [self._member])
+        self._sync.send(self.version, [self._member])
         if self._sync.holders(self.version) and (welcome := self._member.welcome) is not None:
             self._set_ready(welcome)
             log.info("the reference's server at %s has the policy of version %d", self.endpoint, self.version)

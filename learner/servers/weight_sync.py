@@ -30,7 +30,7 @@ from learner.servers.membership import Member
 from learner.servers.sync_session import Failure, SyncSessions
 from learner.servers.sync_source import SyncSource, Weights
 from learner.servers.weight_copy import WeightCopy
-from learner.servers.weight_transfer import PushReport, Stage, SyncAttempt
+from learner.servers.weight_transfer import Stage, SyncAttempt, SyncReport
 from protocol.errors import ConfigError, DataError, PushError, PushIncomplete, ServerLost, SlipstreamError
 from protocol.messages import Manifest
 from protocol.weights.buckets import NamedTensors
@@ -49,7 +49,7 @@ CALL_TIMEOUT_S = 10.0
 class Round(msgspec.Struct, eq=False):
     """What became of one round of attempts."""
 
-    reports: dict[Member, PushReport] = {}
+    reports: dict[Member, SyncReport] = {}
     failures: dict[Member, Failure] = {}
     stages: dict[Member, Stage] = {}
     """Stage in which each failed server was."""
@@ -72,25 +72,23 @@ class WeightSync:
         """Server id and version of each member's last sync, unless it failed."""
         self._failures: dict[Member, tuple[int, float]] = {}
         """Number of consecutive failures of a server, and the end of its pause."""
-        self.reports: dict[Member, PushReport] = {}
-        """Reports of the last sync, by server."""
         self._newest: int | None = None
         """Last version that a server received."""
-        self._newest_report: PushReport | None = None
+        self._newest_report: SyncReport | None = None
         self._source = SyncSource(weights, config)
         self.sample = self._source.sample
         self._copy = WeightCopy(weights.wire_dtype, weights.copy_device)
-        self._thread = ThreadPoolExecutor(1, "push")
+        self._thread = ThreadPoolExecutor(1, "weight-sync")
         is_on_gpu = weights.device.type == "cuda"
         self._stream = torch.cuda.Stream(weights.device) if is_on_gpu else None
         """Stream of the syncs that `begin` starts. One for all, because each stream has memory of its own."""
-        self._pending: Future[PushReport | None] | None = None
-        self._report: PushReport | None = None
+        self._pending: Future[SyncReport | None] | None = None
+        self._report: SyncReport | None = None
         """Report of the last sync that `begin` started, until it is taken."""
         self._closing = threading.Event()
 
     @property
-    def is_pushing(self) -> bool:
+    def is_syncing(self) -> bool:
         return self._pending is not None and not self._pending.done()
 
     def holders(self, version: int | None = None) -> list[Member]:
@@ -110,7 +108,7 @@ class WeightSync:
         without = [member for member in self._fleet.connected() if member not in holders]
         return [member for member in without if not holders or self._failures.get(member, (0, 0.0))[1] <= now]
 
-    def push(self, version: int, members: list[Member] | None = None) -> PushReport | None:
+    def send(self, version: int, members: list[Member] | None = None) -> SyncReport | None:
         """Send the current weights as `version` to these servers.
 
         By default the servers are all that have older weights. Returns None if no sync succeeded but other
@@ -121,7 +119,7 @@ class WeightSync:
             PushIncomplete: The last server cannot take the weights.
         """
         self.wait()
-        return self._push_until_done(version, partial(self._source.tensors, version), members)
+        return self._send_until_done(version, partial(self._source.tensors, version), members)
 
     def begin(self, version: int, when_done: Callable[[], object]) -> None:
         """Copy the weights and sync the copy in a thread, which then calls `when_done`.
@@ -135,14 +133,14 @@ class WeightSync:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
 
-        def push() -> PushReport | None:
+        def send() -> SyncReport | None:
             # On the stream that trains, each of the sync's kernels and copies would wait for those of the step.
             with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-                report = self._push_until_done(version, self._copied_tensors)
+                report = self._send_until_done(version, self._copied_tensors)
             when_done()
             return report or self.report_of(version)
 
-        self._pending = self._thread.submit(push)
+        self._pending = self._thread.submit(send)
 
     def wait(self) -> None:
         """Wait for the sync that `begin` started, which has its own deadlines.
@@ -157,11 +155,11 @@ class WeightSync:
             wait([pending], timeout=WAIT_SLICE_S)
         self._report = pending.result()
 
-    def report_of(self, version: int) -> PushReport | None:
+    def report_of(self, version: int) -> SyncReport | None:
         """Return the report of the newest sync, if it was one of this version."""
         return self._newest_report if self._newest == version else None
 
-    def pop_report(self) -> PushReport | None:
+    def pop_report(self) -> SyncReport | None:
         """Return the report of the last sync that `begin` started, once."""
         report, self._report = self._report, None
         return report
@@ -199,16 +197,18 @@ class WeightSync:
             self._done.pop(member, None)
             self._failures.pop(member, None)
 
-    def _push_until_done(
+    def _send_until_done(
         self, version: int, tensors: Tensors, members: list[Member] | None = None
-    ) -> PushReport | None:
+    ) -> SyncReport | None:
         self._forget_gone()
         reason, attempt = "", 1
         while attempt <= self._config.max_attempts:
             due = self._due(version, members)
             outcome = self._round(version, tensors, due)
             for member, error in outcome.failures.items():
-                self._note(member, error, version, f"{outcome.stages.get(member, 'pausing')} (attempt {attempt})")
+                self._handle_failure(
+                    member, error, version, f"{outcome.stages.get(member, 'pausing')} (attempt {attempt})"
+                )
                 reason = str(error)  # only the text: the traceback would keep the session's sockets open
             if outcome.reports:
                 return self._summary(version, outcome)
@@ -274,7 +274,7 @@ class WeightSync:
         )  # fmt: skip
         if self._closing.is_set():
             attempt.end(SHUTTING_DOWN)
-        reports: dict[Member, PushReport] = {}
+        reports: dict[Member, SyncReport] = {}
         try:
             reports, failures = attempt.run(tensors(adapter_alone=session.carries.is_adapter_alone))
         finally:
@@ -289,7 +289,7 @@ class WeightSync:
         outcome.stages |= dict.fromkeys(failures, attempt.stage)
         outcome.num_bytes += max((report.num_bytes for report in reports.values()), default=0)
 
-    def _note(self, member: Member, error: Failure, version: int, where: str) -> None:
+    def _handle_failure(self, member: Member, error: Failure, version: int, where: str) -> None:
         """Handle a failed sync. Raises its error if the run cannot go on."""
         if isinstance(error, PushIncomplete | ConfigError):  # a retry would fail too
             self._fleet.exclude(member, error)
@@ -305,9 +305,9 @@ class WeightSync:
         log.warning("weight sync of version %d%s failed while %s: %s", version, to, where, error)
         self.failed(member)
 
-    def _summary(self, version: int, outcome: Round) -> PushReport:
+    def _summary(self, version: int, outcome: Round) -> SyncReport:
         """Return the maximum of each duration, and the bytes that left the learner."""
-        self._newest, self.reports = version, outcome.reports
+        self._newest = version
         for member in outcome.reports:
             self._failures.pop(member, None)
         each = list(outcome.reports.values())
@@ -317,7 +317,7 @@ class WeightSync:
                 for member, report in outcome.reports.items()
             )
             log.info("synced version %d to %s", version, durations)
-        self._newest_report = PushReport(
+        self._newest_report = SyncReport(
             total_s=max(report.total_s for report in each),
             transfer_s=max(report.transfer_s for report in each),
             load_s=max(report.load_s for report in each),

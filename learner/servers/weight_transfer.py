@@ -41,7 +41,7 @@ PROGRESS_BYTES = 1 << 30
 """Size above which a sync shows a progress bar."""
 
 
-class PushReport(msgspec.Struct, frozen=True, kw_only=True):
+class SyncReport(msgspec.Struct, frozen=True, kw_only=True):
     """Cost of one sync: durations in seconds, and bytes sent."""
 
     total_s: float
@@ -92,7 +92,7 @@ class SyncAttempt:
         """Held by the thread that looks for failures while another one sends."""
         self._is_sending = False
 
-    def run(self, tensors: NamedTensors) -> tuple[dict[Member, PushReport], dict[Member, Failure]]:
+    def run(self, tensors: NamedTensors) -> tuple[dict[Member, SyncReport], dict[Member, Failure]]:
         """Send the tensors that the session carries next, and return the reports and the failures.
 
         A server in neither was interrupted by the failure of others. After anything but a report of every server,
@@ -130,7 +130,7 @@ class SyncAttempt:
                     f"{sent.checksum}"
                 )
                 continue
-            reports[member] = PushReport(
+            reports[member] = SyncReport(
                 total_s=time.monotonic() - started, transfer_s=transferred - ready, load_s=arrived.load_s,
                 stall_s=arrived.stall_s, num_bytes=sent.num_bytes, pause_s=arrived.pause_s,
             )  # fmt: skip
@@ -217,7 +217,7 @@ class SyncAttempt:
 
     def _join(self) -> None:
         """Wait until every worker has joined, or until a server has failed or is late."""
-        with ThreadPoolExecutor(1, "push-join") as thread:
+        with ThreadPoolExecutor(1, "weight-sync-join") as thread:
             joining = thread.submit(self._session.join)
             try:
                 while not wait([joining], CHECK_INTERVAL_S).done:

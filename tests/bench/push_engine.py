@@ -1,6 +1,6 @@
 """Measure pushes into real vLLM during generation and training: how long each of them stops.
 
-    Trainer (AdamW) ─▶ WeightSync.push / WeightSync.begin ═▶ server process ─▶ PushDone(stall) ─▶ shares of the push
+    Trainer (AdamW) ─▶ WeightSync.send / WeightSync.begin ═▶ server process ─▶ PushDone(stall) ─▶ shares of the push
 
 Two servers, without and with server.overlap_weight_loading; for each, pushes without and with
 learner.weight_sync.overlap_with_training. Results are medians over pushes.
@@ -18,7 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from learner.config import WeightSyncConfig
 from learner.policy.model import load_policy
 from learner.servers.weight_sync import WeightSync
-from learner.servers.weight_transfer import PushReport
+from learner.servers.weight_transfer import SyncReport
 from protocol.messages import Sampling
 from protocol.model_files import resolve_model
 from protocol.weights.buckets import make_manifest, split_into_buckets
@@ -96,7 +96,7 @@ def first_pushes(server: ServedModel, pusher: WeightSync, trainer: Trainer) -> d
     trainer.step()
     with peak_memory(server.processes) as server_peak, peak_memory([psutil.Process()]) as learner_peak:
         for version in range(3):
-            pusher.push(version)
+            pusher.send(version)
     memory: dict[str, Any] = {"bucket_bytes": BUCKET_MIB << 20, "largest_bucket_bytes": largest}
     for side, peak in (("server", server_peak), ("learner", learner_peak)):
         memory |= {
@@ -114,7 +114,7 @@ def blocking_pushes(pusher: WeightSync, trainer: Trainer, num_pushes: int) -> di
     for version in range(10, 10 + num_pushes):
         trainer.step()
         started = time.monotonic()
-        report = pusher.push(version)
+        report = pusher.send(version)
         assert report is not None
         costs.append(cost(report, time.monotonic() - started))
     return medians(costs)
@@ -128,7 +128,7 @@ def overlapped_pushes(pusher: WeightSync, trainer: Trainer, num_pushes: int) -> 
         started = time.monotonic()
         pusher.begin(version, lambda: None)
         blocked_s = time.monotonic() - started
-        while pusher.is_pushing:
+        while pusher.is_syncing:
             trainer.step()
         pusher.wait()
         report = pusher.pop_report()
@@ -137,7 +137,7 @@ def overlapped_pushes(pusher: WeightSync, trainer: Trainer, num_pushes: int) -> 
     return medians(costs[1:])  # the first copy uses fresh memory
 
 
-def cost(report: PushReport, blocked_s: float, before_s: float = 0.0) -> dict[str, float]:
+def cost(report: SyncReport, blocked_s: float, before_s: float = 0.0) -> dict[str, float]:
     """Return the cost of one push. `before_s`: time before the report's clock started."""
     total_s = before_s + report.total_s
     return {

@@ -38,7 +38,7 @@ def measure(num_servers: int, size_mib: int, num_pushes: int) -> dict[str, Any]:
         seconds: list[float] = []
         stalls: dict[str, list[float]] = {endpoint: [] for endpoint in endpoints}
         for version in range(1 + num_pushes):
-            report = pusher.push(version)
+            report = pusher.send(version)
             assert report is not None and len(pusher.reports) == num_servers
             if version:
                 seconds.append(report.total_s)

@@ -217,7 +217,7 @@ def pushed_link(server: ServedModel) -> GroupLink:
 def push_own_weights(fleet: Fleet, model: str) -> None:
     policy = load_policy(resolve_model(model), gradient_checkpointing=False)
     pusher = WeightSync(fleet, Trainer(policy, num_tokens=1), WeightSyncConfig())
-    pusher.push(0)
+    pusher.send(0)
     pusher.close()
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import GPT2Config
 
-from learner.servers.weight_transfer import PushReport
+from learner.servers.weight_transfer import SyncReport
 from tests.bench import push_delta, push_fleet, push_gpu, push_transport
 from tests.bench.push import as_text, headlines, parse_options
 from tests.bench.push_engine import cost, medians
@@ -78,7 +78,7 @@ def test_the_delta_of_small_steps_is_small_and_both_ways_carry_the_same_weights(
 
 
 def test_the_learner_is_blocked_for_a_share_of_the_push_that_its_copy_is_part_of() -> None:
-    report = PushReport(total_s=0.8, transfer_s=0.3, load_s=0.2, stall_s=0.25, num_bytes=10, pause_s=0.01)
+    report = SyncReport(total_s=0.8, transfer_s=0.3, load_s=0.2, stall_s=0.25, num_bytes=10, pause_s=0.01)
     numbers = cost(report, blocked_s=0.2, before_s=0.2)
     assert numbers["learner_blocked_over_push"] == pytest.approx(0.2)
     assert numbers["stall_over_push"] == pytest.approx(0.25)

@@ -142,13 +142,13 @@ def _port_of(endpoint: str) -> int:
 def _record_run(traps: Traps) -> None:
     """Copy weights, groups and answers for the audits, and record events."""
     directory = traps.directory
-    push, receive, consume, forget = WeightSync._push_until_done, Ledger.receive, Ledger.consume, PartialResults.forget
+    send, receive, consume, forget = WeightSync._send_until_done, Ledger.receive, Ledger.consume, PartialResults.forget
 
     def keep_weights(weight_sync: WeightSync, version: int, tensors: Callable[[], Any], *members: Any) -> Any:
         content = save({name: tensor.detach().contiguous().clone() for name, tensor in tensors(adapter_alone=False)})
         digest = hashlib.sha256(content).hexdigest()[:12]
         _write_whole(directory / WEIGHTS / f"{version}-{digest}.safetensors", content)
-        return push(weight_sync, version, tensors, *members)
+        return send(weight_sync, version, tensors, *members)
 
     def keep_received(ledger: Ledger, groups: Iterable[GroupPayload]) -> list[str]:
         groups = list(groups)
@@ -168,12 +168,12 @@ def _record_run(traps: Traps) -> None:
             _write_whole(directory / ANSWERED / f"{time.time_ns()}", lines.read_bytes())
         forget(kept)
 
-    WeightSync._push_until_done = keep_weights  # type: ignore[method-assign]
+    WeightSync._send_until_done = keep_weights  # type: ignore[method-assign]
     Ledger.receive, Ledger.consume = keep_received, record_consumed  # type: ignore[method-assign]
     PartialResults.forget = keep_answers  # type: ignore[method-assign]
     Controller.connect = _record_up_before(Controller.connect, traps)  # type: ignore[method-assign]
     ServerLink._connected = _ConnectionRecorder(traps)  # type: ignore[assignment]
-    Fleet._note = _record_states(Fleet._note, traps)  # type: ignore[method-assign]
+    Fleet._report_state = _record_states(Fleet._report_state, traps)  # type: ignore[method-assign]
     learner.servers.fleet.REREAD_EVERY_S = REREAD_EVERY_S
     _record_ends(traps)
 

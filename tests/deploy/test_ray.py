@@ -23,7 +23,7 @@ from deploy.ray_placement import (
 )
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
-from learner.servers.membership import Membership
+from learner.servers.membership import EndpointSource
 from protocol.channel.keys import learner_keys, server_keys
 from protocol.config import load_config
 from protocol.errors import ConfigError, DeadlineExceeded
@@ -95,9 +95,11 @@ def test_both_sides_accept_their_commands_share_keys_and_meet_through_the_list(t
     assert commands.rank(1, [NODE_A[0], NODE_B], NODE_B, again=False).needed_files == {}, (
         "only rank 0 has the run directory"
     )
-    assert Membership(on_learner.endpoints_from, has_keys=True, insecure=False).endpoints == ("tcp://[fd00::6]:20003",)
+    assert EndpointSource(on_learner.endpoints_from, has_keys=True, insecure=False).endpoints == (
+        "tcp://[fd00::6]:20003",
+    )
     commands.server("server1", NODE_A[0])
-    moved = Membership(on_learner.endpoints_from, has_keys=True, insecure=False).endpoints
+    moved = EndpointSource(on_learner.endpoints_from, has_keys=True, insecure=False).endpoints
     assert moved == ("tcp://10.0.0.5:20001",), "a server that was started again elsewhere replaces its entry"
     assert keys_of(launch) == on_server.keys, "a resume uses the keys that are there"
 

@@ -49,7 +49,7 @@ def test_a_server_that_does_not_score_is_synced_again_or_ends_the_run_if_it_is_t
             raise DeadlineExceeded("no score in time")
         return 0.5
 
-    sync = {"push": lambda version, due: None, "holders": lambda version: members, "failed": failed.append}
+    sync = {"send": lambda version, due: None, "holders": lambda version: members, "failed": failed.append}
     fleet, parity = SimpleNamespace(is_several=is_several, is_quantized=None), SimpleNamespace(measure=measure)
     controller = Controller(**parts_of(tmp_path, fleet=fleet, parity=parity, weight_sync=SimpleNamespace(**sync)))
     if is_several:
@@ -74,7 +74,7 @@ def test_the_only_server_joins_again_with_all_checks_if_it_restarted_during_a_st
     ledger = SimpleNamespace(consume=lambda groups, step: None)
     parts = parts_of(tmp_path, fleet=fleet, weight_sync=sync, sync_check=sync_check, ledger=ledger)
     with pytest.raises(ConfigError, match="quantizes"):
-        Controller(**parts).push(2, [])
+        Controller(**parts).sync_weights(2, [])
     assert len(excluded) == 1
 
 
@@ -83,14 +83,14 @@ def test_a_step_reports_the_sync_with_which_its_only_server_joined(tmp_path: Pat
     joined = SimpleNamespace(link=SimpleNamespace(welcome=None))
     sync = SimpleNamespace(
         wait=lambda: None, holders=lambda *_: [joined], joiners=lambda: [], pop_report=lambda: None,
-        push=lambda step: None, report_of={2: report}.get,
+        send=lambda step: None, report_of={2: report}.get,
     )  # fmt: skip
     nothing = SimpleNamespace(
         ask=lambda *_: None, ask_before=lambda holders: None, check=lambda: None, expect=lambda step: None,
         consume=lambda groups, step: None, publish=lambda version, *servers: None,
     )  # fmt: skip
     parts = parts_of(tmp_path, weight_sync=sync, sync_check=nothing, ledger=nothing, rollouts=nothing)
-    assert Controller(**parts).push(2, []) == {"weight_sync/bytes": 7.0}
+    assert Controller(**parts).sync_weights(2, []) == {"weight_sync/bytes": 7.0}
 
 
 def test_a_quantized_server_that_joins_a_run_of_others_gets_no_weights(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_the_correction_is_chosen_by_the_servers_before_the_run_waits_for_its_re
         present.clear()  # the server is lost meanwhile
         raise DeadlineExceeded("no reference")
 
-    sync = SimpleNamespace(push=lambda version, due: None, holders=lambda version: present)
+    sync = SimpleNamespace(send=lambda version, due: None, holders=lambda version: present)
     parts = parts_of(
         tmp_path, fleet=fleet, weight_sync=sync, reference=SimpleNamespace(connect=connect),
         parity=SimpleNamespace(measure=lambda member, version: 0.1),

@@ -55,13 +55,13 @@ def assert_labels_match_logprobs(turns: list[RecordedTurn]) -> None:
 def keep_all(monkeypatch: pytest.MonkeyPatch) -> Weights:
     """Make the ledger keep its payloads. Return a dict that will hold the weights of all versions."""
     weights: Weights = {}
-    push = WeightSync._push_until_done
+    push = WeightSync._send_until_done
 
     def keep(pusher: WeightSync, version: int, tensors: Any, *members: Any) -> Any:
         weights[version] = {name: tensor.detach().clone() for name, tensor in tensors(adapter_alone=False)}
         return push(pusher, version, tensors, *members)
 
-    monkeypatch.setattr(WeightSync, "_push_until_done", keep)
+    monkeypatch.setattr(WeightSync, "_send_until_done", keep)
     monkeypatch.setattr(Ledger, "forget_payloads", lambda ledger, step: None)
     return weights
 

@@ -89,6 +89,6 @@ def test_a_smaller_vocabulary_than_the_policys_is_refused(tmp_path: Path) -> Non
 def test_a_restarted_server_without_the_copy_is_not_ready(tmp_path: Path) -> None:
     with ServerThread(ScriptedEngine()) as server, a_reference(tmp_path, server.endpoint, hello_of("r")) as reference:
         wait_for(reference)
-        sync: Any = SimpleNamespace(push=lambda version, members: None, holders=lambda version: [])
+        sync: Any = SimpleNamespace(send=lambda version, members: None, holders=lambda version: [])
         reference._sync, reference.version, reference._ready_id = sync, 3, "that of the earlier process"
         assert not reference.keep_ready(accept, 0.0)

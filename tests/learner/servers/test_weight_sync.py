@@ -96,7 +96,7 @@ def syncing(
         weights = weights or Weights()
         sync = WeightSync(fleet, weights, fleet._run.learner.weight_sync)
         cleanup.callback(sync.close)
-        assert sync.push(0) is not None
+        assert sync.send(0) is not None
         yield sync, weights, fleet
 
 
@@ -110,7 +110,7 @@ def test_a_server_that_does_not_fit_the_run_gets_no_weights_when_it_comes_in_the
     with ServerThread(engine) as server, a_fleet(tmp_path, server.endpoint) as fleet:
         sync = WeightSync(fleet, Weights(), fleet._run.learner.weight_sync, check)
         with closing(sync), pytest.raises(ConfigError, match="quantizes"):
-            sync.push(1)  # of all servers with older weights there are none: those that are there are due
+            sync.send(1)  # of all servers with older weights there are none: those that are there are due
         assert engine.orders == []
 
 
@@ -120,7 +120,7 @@ def test_a_policy_is_read_once_for_all_servers(tmp_path: Path, caplog: pytest.Lo
     with syncing(tmp_path, one, other) as (sync, weights, fleet):
         weights.tensor += 1
         weights.num_read = 0
-        assert sync.push(1) is not None
+        assert sync.send(1) is not None
         assert weights.num_read == 1 and value_at(one) == value_at(other) == 1
         assert sync.holders(1) == fleet.connected() and len(sync.holders()) == 2
     (line,) = [message for message in caplog.messages if message.startswith("synced version 1 to ")]
@@ -130,17 +130,20 @@ def test_a_policy_is_read_once_for_all_servers(tmp_path: Path, caplog: pytest.Lo
 def test_servers_share_one_session_which_one_that_joins_enters_after_a_sync_of_its_own(tmp_path: Path) -> None:
     engines = [ScriptedEngine() for _ in range(3)]
     with syncing(tmp_path, *engines, compression="delta") as (sync, weights, fleet):
-        whole = sync.reports[fleet.members[0]].num_bytes
+        first = sync.report_of(0)
+        assert first is not None
         one, two, joiner = fleet.members
         weights.tensor += 1
-        assert sync.push(1, [one, two]) is not None, "the third is not there, as it were"
-        assert sync.push(1, [joiner]) is not None, "alone, while the others generate"
-        assert sync.push(1) is None, "all have it"
+        assert sync.send(1, [one, two]) is not None, "the third is not there, as it were"
+        assert sync.send(1, [joiner]) is not None, "alone, while the others generate"
+        assert sync.send(1) is None, "all have it"
         assert sync.report_of(1) is not None and sync.report_of(0) is None
-        together = sync.push(2)
-        again = sync.push(3)
+        together = sync.send(2)
+        again = sync.send(3)
         assert together is not None and again is not None
-        assert together.num_bytes == whole > 10 * again.num_bytes > 0, "they leave the learner once, from one baseline"
+        assert together.num_bytes == first.num_bytes > 10 * again.num_bytes > 0, (
+            "they leave the learner once, from one baseline"
+        )
         assert [value_at(engine) for engine in engines] == [1, 1, 1]
     sessions = [[order.session for order in engine.orders] for engine in engines]
     assert sessions[0] == sessions[1] and sessions[0][-2:] == sessions[2][-2:] and sessions[0][1] != sessions[2][1]
@@ -157,9 +160,9 @@ def test_a_sync_whose_weights_cannot_be_read_leaves_no_server_waiting(tmp_path: 
             raise ZeroDivisionError
 
         with pytest.raises(ZeroDivisionError):
-            sync._push_until_done(1, broken)
+            sync._send_until_done(1, broken)
         assert sync.holders() == []
-        assert sync.push(1) is not None and sync.holders(1) == fleet.connected()
+        assert sync.send(1) is not None and sync.holders(1) == fleet.connected()
 
 
 def test_a_sync_beside_the_next_step_sends_the_weights_as_they_were(tmp_path: Path) -> None:
@@ -175,7 +178,7 @@ def test_a_sync_beside_the_next_step_sends_the_weights_as_they_were(tmp_path: Pa
         weights.tensor += 1
         sync.begin(1, lambda: done.append(1))
         weights.tensor += 1
-        assert sync.is_pushing and done == [] and sync.pop_report() is None
+        assert sync.is_syncing and done == [] and sync.pop_report() is None
         engine.may_receive.set()
         sync.wait()
         assert done == [1] and sync.pop_report() is not None and value_at(engine) == 1
@@ -193,11 +196,11 @@ def test_a_sync_beside_the_next_step_uses_a_stream_of_its_own_after_the_copy(mon
 
     @contextmanager
     def selected(stream: Stream) -> Iterator[None]:
-        events.append(f"{threading.current_thread().name[:4]}: enter")
+        events.append(threading.current_thread().name.partition("_")[0] + ": enter")
         yield
         events.append("leave")
 
-    def push(*_: object) -> None:
+    def send(*_: object) -> None:
         events.append("sync")
 
     weights: Any = Weights()
@@ -206,13 +209,13 @@ def test_a_sync_beside_the_next_step_uses_a_stream_of_its_own_after_the_copy(mon
     monkeypatch.setattr(torch.cuda, "stream", selected)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the stream that trains")
     sync = WeightSync(cast(Any, SimpleNamespace(loop=None, on_wait=lambda: None)), weights, WeightSyncConfig())
-    monkeypatch.setattr(sync, "_push_until_done", push)
+    monkeypatch.setattr(sync, "_send_until_done", send)
     monkeypatch.setattr(sync._copy, "update", lambda tensors: events.append("copy"))
     with closing(sync):
         for version in (1, 2):
             sync.begin(version, lambda: None)
             sync.wait()
-    of_one = ["copy", "MainThread: wait for the stream that trains", "push: enter", "sync", "leave"]
+    of_one = ["copy", "MainThread: wait for the stream that trains", "weight-sync: enter", "sync", "leave"]
     assert events == 2 * of_one
 
 
@@ -221,7 +224,7 @@ def test_a_sync_that_fails_is_tried_again_in_a_new_session(tmp_path: Path) -> No
     with syncing(tmp_path, engine) as (sync, weights, _):
         weights.tensor += 1
         engine.scripted_reports = [FAILED]
-        assert sync.push(1) is not None and sync.push(2) is not None
+        assert sync.send(1) is not None and sync.send(2) is not None
         assert value_at(engine) == 1
     first, failed, again, last = engine.orders
     assert first.session == failed.session != again.session == last.session
@@ -237,7 +240,7 @@ def test_syncs_that_never_succeed_end_the_run(tmp_path: Path, overlap: bool, num
         for engine in engines:
             engine.reports_from_version[1] = FAILED
         with pytest.raises(PushError, match=r"weight sync of version 1 failed in 2 attempts .*scripted failure"):
-            sync.begin(1, lambda: None) if overlap else sync.push(1)
+            sync.begin(1, lambda: None) if overlap else sync.send(1)
             sync.wait()
 
 
@@ -251,7 +254,7 @@ def test_a_sync_that_would_fail_again_is_not_tried_again(tmp_path: Path, overlap
         syncing(tmp_path, engine) as (sync, _, _),
         pytest.raises(PushIncomplete, match=r"is missing weights .*model\.norm\.weight.*the same `model`"),
     ):
-        sync.begin(1, lambda: None) if overlap else sync.push(1)
+        sync.begin(1, lambda: None) if overlap else sync.send(1)
         sync.wait()
     assert [order.version for order in engine.orders] == [0, 1]
 
@@ -267,13 +270,13 @@ def test_a_server_whose_sync_fails_pauses_and_gets_one_of_its_own_while_the_othe
         server_ids = [member.welcome.server_id for member in fleet.members if member.welcome is not None]
         fleet.loop.call_soon(fleet.published, 0, server_ids)
         until(lambda: one.state(0) == "ready")
-        assert sync.push(1) is not None and sync.holders(1) == [two]
+        assert sync.send(1) is not None and sync.holders(1) == [two]
         assert f"weight sync of version 1 to {one.endpoint} failed while" in caplog.text
         until(lambda: one.state(0) == "syncing", "it has welcomed the run again, and is asked for nothing")
         assert sync.joiners() == []
         sync._failures[one] = (1, 0.0)  # the pause is over
         assert sync.joiners() == [one]
-        assert sync.push(2) is not None and sync.push(2, [one]) is not None and sync.holders(2) == [one, two]
+        assert sync.send(2) is not None and sync.send(2, [one]) is not None and sync.holders(2) == [one, two]
     assert [order.version for order in other.orders] == [0, 1, 1, 2]  # again without the one that failed
 
 
@@ -288,7 +291,7 @@ def test_a_server_pauses_longer_after_each_sync_that_failed_until_one_succeeds(t
 
         assert [pause_s() for _ in range(8)] == [1, 2, 4, 8, 16, 32, 60, 60]
         until(lambda: member in fleet.connected())
-        assert sync.push(1) is not None and pause_s() == 1
+        assert sync.send(1) is not None and pause_s() == 1
 
 
 def test_a_server_that_shuts_down_during_a_sync_is_skipped_without_a_warning_and_costs_no_attempt(
@@ -307,7 +310,7 @@ def test_a_server_that_shuts_down_during_a_sync_is_skipped_without_a_warning_and
         syncing(tmp_path, Ending(), connect_timeout_s=2.0, max_attempts=1) as (sync, _, fleet),
         pytest.raises(DeadlineExceeded, match="no inference server answers"),  # it waits for the next one
     ):
-        sync.push(1)
+        sync.send(1)
     skipped = f"skipped the weight sync of version 1 to the server at {fleet.members[0].endpoint} (shutting down)"
     assert skipped in caplog.messages and failures_of(caplog) == []
 
@@ -325,7 +328,7 @@ def test_a_large_sync_shows_how_far_it_is(
         monkeypatch.setattr("learner.servers.weight_transfer.PROGRESS_BYTES", 1)
     with syncing(tmp_path, ScriptedEngine(), compression=compression) as (sync, weights, _):
         weights.tensor += 1
-        sync.push(1)
+        sync.send(1)
     drawn = capsys.readouterr().err.replace("\r", "\n")
     for version in (0, 1):
         bars = re.findall(rf"weight sync {version}: +(.*)", drawn)
@@ -340,7 +343,7 @@ SILENT = "it kept the weight sync waiting for 1.5 s"
 
 
 class Hanging(ScriptedEngine):
-    """Stands still at a point of a push until it is released."""
+    """Stands still at a point of a sync until it is released."""
 
     def __init__(self, point: str) -> None:
         super().__init__()
@@ -388,15 +391,15 @@ def test_a_server_that_hangs_is_left_behind_and_comes_back_with_a_sync_of_its_ow
         one, two = fleet.members
         weights.tensor += 1
         hanging.may_go_on.clear()
-        sync.begin(1, lambda: None) if overlap else sync.push(1)
+        sync.begin(1, lambda: None) if overlap else sync.send(1)
         sync.wait()
         assert sync.holders(1) == [two]
         hanging.may_go_on.set()
         until(lambda: one in fleet.connected(), "it has welcomed the run again")
         hanging.may_go_on.clear()
-        assert sync.push(1, [one]) is None, "that one gets no further either, and nobody waits for it"
+        assert sync.send(1, [one]) is None, "that one gets no further either, and nobody waits for it"
         hanging.may_go_on.set()
-        until(lambda: sync.push(1, [one]) is not None, "it has ended what was given up")
+        until(lambda: sync.send(1, [one]) is not None, "it has ended what was given up")
         assert sync.holders(1) == [one, two] and value_at(hanging) == 1
     # Once more in a session without the straggler, unless it had the version before, and never again.
     assert [order.version for order in other.orders] in ([0, 1], [0, 1, 1])
@@ -422,7 +425,7 @@ def test_a_server_on_a_slow_link_gets_its_own_sync_while_another_one_serves(
         tmp_path, ScriptedEngine(), ScriptedEngine(), weights=weights, straggler_timeout_s=PATIENCE_S, max_attempts=1
     ) as (sync, _, fleet):
         monkeypatch.setattr(TcpConnection, "_send_some", send_slowly)
-        cost = sync.push(1, [fleet.members[0]])
+        cost = sync.send(1, [fleet.members[0]])
     assert cost is not None and cost.transfer_s > 2 * PATIENCE_S
 
 
@@ -434,7 +437,7 @@ def test_servers_that_are_equally_slow_are_waited_for(tmp_path: Path, point: str
             engine.may_go_on.clear()
         sync.begin(1, lambda: None)
         time.sleep(1.25 * patience_s)
-        assert sync.is_pushing
+        assert sync.is_syncing
         for engine in engines:
             engine.may_go_on.set()
         sync.wait()
@@ -482,7 +485,7 @@ def test_a_session_brings_the_frozen_weights_once_and_then_the_adapter_alone(tmp
                 weights.pair -= 100
                 report = sync.pop_report()
             else:
-                report = sync.push(version)
+                report = sync.send(version)
             assert report is not None
             assert report.num_bytes == 2 * weights.pair.nbytes + 16  # the trailer is 16 bytes
             for engine in (one, other):
@@ -496,30 +499,30 @@ def test_every_new_session_brings_the_frozen_weights_to_all_of_its_servers(tmp_p
     one, other, weights = of_rank(4), of_rank(4), AdaptedWeights()
     with syncing(tmp_path, one, other, weights=weights) as (sync, _, fleet):
 
-        def push(version: int) -> None:
+        def send(version: int) -> None:
             weights.pair += 1
             if overlap:
                 sync.begin(version, lambda: None)
                 sync.wait()
             else:
-                assert sync.push(version) is not None
+                assert sync.send(version) is not None
 
         def has(engine: ScriptedEngine, names: set[str], value: float) -> bool:
             return engine.weights.keys() == names and float(engine.weights["a.lora_B.weight"][0, 0]) == value
 
-        push(1)
+        send(1)
         one.scripted_reports = [FAILED]
-        push(2)
+        send(2)
         assert has(other, FROZEN | PAIR, 2), "interrupted by the failure, and alone in a session after that"
-        push(3)
+        send(3)
         assert has(other, PAIR, 3)
         (behind,) = [member for member in fleet.members if member not in sync.holders(3)]
         until(lambda: behind in sync.joiners())
-        assert sync.push(3, [behind]) is not None
+        assert sync.send(3, [behind]) is not None
         assert has(one, FROZEN | PAIR, 3) and other.orders[-1].session != one.orders[-1].session
-        push(4)
+        send(4)
         assert has(one, FROZEN | PAIR, 4) and has(other, FROZEN | PAIR, 4), "in a session of both"
-        push(5)
+        send(5)
         assert has(one, PAIR, 5) and has(other, PAIR, 5)
         assert other.orders[-1].session == one.orders[-1].session
 
@@ -539,7 +542,7 @@ def test_all_servers_get_merged_weights_if_one_cannot_apply_the_adapter_or_on_re
     caplog.set_level("INFO", "learner")
     engines = [of_rank(rank) for rank in ranks]
     with syncing(tmp_path, *engines, weights=AdaptedWeights(why_merged), lora=lora) as (sync, _, _):
-        assert sync.push(1) is not None
+        assert sync.send(1) is not None
         assert [engine.weights.keys() for engine in engines] == [FROZEN, FROZEN]
     notes = [message for message in caplog.messages if message.startswith("weight syncs send")]
     assert len(notes) == (expected != "") and all(expected in note for note in notes)
@@ -555,7 +558,7 @@ def test_a_server_without_adapters_that_comes_later_is_left_out_with_the_key_to_
         able, unable = fleet.members
         sync = WeightSync(fleet, AdaptedWeights(), fleet._run.learner.weight_sync)
         cleanup.callback(sync.close)
-        assert sync.push(0, [able]) is not None
-        assert sync.push(0, [unable]) is None
+        assert sync.send(0, [able]) is not None
+        assert sync.send(0, [unable]) is None
         assert sync.holders(0) == [able] and unable.is_gone
     assert "supports a rank of up to 0; set server.max_lora_rank = 4 there" in caplog.text
