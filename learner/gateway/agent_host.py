@@ -64,7 +64,7 @@ def main(fd: str, kind: str, spec: str) -> None:
     except user_code.NotLoaded as error:
         send(problem=str(error))
         return
-    send(reward=None)
+    send(file_digests=user_code.digests_of_files([run]) if kind == "agent" else {})
     while True:
         send(**outcome(run, requests.get()))
 

@@ -4,11 +4,17 @@ Used in the processes that run the code. Interpreters without Slipstream also lo
 imports only the standard library.
 """
 
+from __future__ import annotations
+
 import asyncio
+import contextlib
+import functools
+import hashlib
 import importlib.util
 import os
 import sys
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +72,29 @@ def _import_file(path: Path) -> Any:
             del sys.modules[name]
             raise
     return sys.modules[name]
+
+
+def file_of(loaded: Any) -> str | None:
+    """Return the file that defines a function, class or callable object; None: its module has no file."""
+    while isinstance(loaded, functools.partial):
+        loaded = loaded.func
+    return _file_of_module(sys.modules.get(getattr(loaded, "__module__", None) or ""))
+
+
+def digests_of_files(loaded: Iterable[Any]) -> dict[str, str]:
+    """Return digests of the files that define what is loaded, and of the imported files next to them, by path."""
+    directories = {os.path.dirname(file) for one in loaded if (file := file_of(one))}
+    digests = {}
+    for file in map(_file_of_module, list(sys.modules.values())):
+        if file and os.path.dirname(file) in directories:
+            with contextlib.suppress(OSError):  # removed meanwhile, or inside an archive
+                digests[file] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return digests
+
+
+def _file_of_module(module: Any) -> str | None:
+    file = getattr(module, "__dict__", {}).get("__file__")  # not getattr, which lazy modules may answer by an import
+    return file if isinstance(file, str) else None
 
 
 def describe(error: BaseException) -> str:
