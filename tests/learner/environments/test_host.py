@@ -239,6 +239,7 @@ def test_a_hint_rules_digits_out_and_names_the_state() -> None:
             r"has 2 public methods besides reset, get_reward, get_turn_reward and get_state_key \(tell, whisper\); expected one",
         ),
         (f"{USER}:WithoutReset", "no method reset"),
+        (f"{USER}:DoneAsMethod", "done is a method of the class, .*; make it an attribute or a property"),
     ],
 )
 def test_an_unusable_class_is_rejected_with_a_remedy(factory: str, problem: str) -> None:
