@@ -109,7 +109,8 @@ def as_text(value: Any) -> str:
 
     Python reads a file name that is not UTF-8 as a text with lone surrogates.
     """
-    return str(value).encode("utf-8", "replace").decode()
+    text = str.__str__(value) if isinstance(value, str) else str(value)  # of an Enum, str(value) is the name
+    return text.encode("utf-8", "replace").decode()
 
 
 def shorten(value: Any, limit: int = 120) -> str:

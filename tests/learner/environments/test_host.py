@@ -3,6 +3,7 @@
 import os
 import random
 import re
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +113,15 @@ def test_commands_are_answered(name: str, exchange: list[tuple[Command, Answer]]
 
 
 def test_any_text_of_a_class_or_tool_can_be_sent_to_the_policy() -> None:
+    class Direction(str, Enum):  # noqa: UP042  str() of a StrEnum is its text, so it would show nothing
+        NORTH = "north"
+
     name = os.fsdecode(b"caf\xe9")  # a file name that is not UTF-8
 
     def find(kind: str) -> Any:
         if kind == "raise":
             raise FileNotFoundError(name)
-        return np.str_("north") if kind == "numpy" else name
+        return {"numpy": np.str_("north"), "enum": Direction.NORTH}.get(kind, name)
 
     class Folder:
         def reset(self, **row: Any) -> str:
@@ -132,11 +136,11 @@ def test_any_text_of_a_class_or_tool_can_be_sent_to_the_policy() -> None:
             Reset({}),
             Turn("caf"),
             Turn("raise"),
-            *(Call("find", {"kind": k}) for k in ("numpy", "caf", "raise")),
+            *(Call("find", {"kind": k}) for k in ("numpy", "enum", "caf", "raise")),
         ]
         sent = [ANSWER.decode(msgspec.msgpack.encode(host.answer(command))) for command in commands]
     assert [answer.text for answer in sent if isinstance(answer, StepResult)] == [
-        "north", "caf?", "caf?", "north", "caf?", r"{'error': 'caf\udce9'}"
+        "north", "caf?", "caf?", "north", "north", "caf?", r"{'error': 'caf\udce9'}"
     ]  # fmt: skip
 
 
