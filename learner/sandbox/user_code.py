@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import functools
 import hashlib
+import importlib.machinery
 import importlib.util
 import os
 import sys
@@ -21,6 +22,10 @@ from typing import Any
 ERRORS = (Exception, SystemExit, asyncio.CancelledError)
 """What user code may raise without ending its process. A coroutine raises CancelledError if it awaits a task that
 it has canceled itself."""
+
+
+_DIRECTORIES: set[str] = set()
+"""Directories in which the modules that user code imports have been searched."""
 
 
 class NotLoaded(Exception):
@@ -42,24 +47,50 @@ def load_named(spec: str) -> Any:
 
 
 def _import(module_name: str) -> Any:
+    is_file = module_name.endswith(".py")
     try:
-        if module_name.endswith(".py"):
-            return _import_file(Path(module_name).expanduser().resolve())
-        if os.getcwd() not in sys.path:  # a console script does not search the directory it is called from
-            sys.path.append(os.getcwd())
-        return importlib.import_module(module_name)
+        path = Path(module_name).expanduser().resolve()
+        # A file finds its neighbors, as a script does. A console script does not search the directory it is called from.
+        directory = str(path.parent) if is_file else os.getcwd()
+        if directory not in sys.path:
+            sys.path.append(directory)
+        module = _import_file(path) if is_file else importlib.import_module(module_name)
     except ERRORS as error:
         raise NotLoaded(
             f"importing {module_name} failed with {describe(error)}; expected module:name, importable from the working "
             "directory, or path/to/file.py:name"
         ) from error
+    _DIRECTORIES.add(directory)
+    _check_neighbors(directory, _file_of_module(module))
+    return module
+
+
+def _check_neighbors(directory: str, loaded: str | None) -> None:
+    """Raise NotLoaded if a module next to user code has the name of another one that user code has imported.
+
+    Python imports one module of a name, so both users would get the same one.
+    """
+    for name, module in list(sys.modules.items()):
+        file = _file_of_module(module)
+        if file is None or "." in name or _directory_of(file) not in _DIRECTORIES - {directory}:
+            continue
+        neighbor = importlib.machinery.PathFinder.find_spec(name, [directory])
+        if neighbor is not None and neighbor.origin not in (None, file, loaded):
+            raise NotLoaded(
+                f"{neighbor.origin} and {file} have the same module name, so only one of them can be imported; "
+                "rename one of them"
+            )
+
+
+def _directory_of(file: str) -> str:
+    """Return the directory that Python searched to find a module or package."""
+    directory, name = os.path.split(file)
+    return os.path.dirname(directory) if name == "__init__.py" else directory
 
 
 def _import_file(path: Path) -> Any:
     name = f"slipstream_user_{path.stem}_{abs(hash(path)):x}"
     if name not in sys.modules:
-        if str(path.parent) not in sys.path:  # for modules next to the file, as for a script
-            sys.path.append(str(path.parent))
         module_spec = importlib.util.spec_from_file_location(name, path)
         if module_spec is None or module_spec.loader is None:
             raise ImportError(f"{path} is not a Python file")
