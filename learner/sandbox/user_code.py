@@ -50,7 +50,7 @@ def _import(module_name: str) -> Any:
     is_file = module_name.endswith(".py")
     try:
         path = Path(module_name).expanduser().resolve()
-        # A file finds its neighbors, as a script does. A console script does not search the directory it is called from.
+        # A file finds its neighbors, as a script does. A console script does not search the working directory.
         directory = str(path.parent) if is_file else os.getcwd()
         if directory not in sys.path:
             sys.path.append(directory)
@@ -119,7 +119,8 @@ def digests_of_files(loaded: Iterable[Any]) -> dict[str, str]:
     for file in map(_file_of_module, list(sys.modules.values())):
         if file and os.path.dirname(file) in directories:
             with contextlib.suppress(OSError):  # removed meanwhile, or inside an archive
-                digests[file] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+                name = os.fsencode(file).decode("utf-8", "replace")  # a text that can be sent
+                digests[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
     return digests
 
 
