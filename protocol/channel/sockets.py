@@ -11,6 +11,7 @@ enough for any Hello, and is cut off above that (`PeerLimits`).
 
 import asyncio
 import enum
+import logging
 import socket
 import time
 from collections import Counter, deque
@@ -26,6 +27,7 @@ from protocol.endpoint import check_endpoint, needs_ipv6, split_endpoint
 from protocol.errors import ConfigError, DeadlineExceeded, HandshakeRefused, ProtocolError
 from protocol.messages import LearnerMessage, Message, ServerMessage
 
+log = logging.getLogger(__name__)
 MAX_MESSAGES_PER_S = 1_000
 NUM_REMEMBERED = 1_000
 MAX_BYTES_PER_S = 1 << 20
@@ -175,9 +177,10 @@ class ServerChannel:
 
         A separate thread checks them, because the event loop blocks while vLLM starts.
         """
+        allow_list = _AllowList(keys)
         gate = ThreadAuthenticator(self._context)
         gate.start()
-        gate.configure_curve_callback(credentials_provider=_AllowList(keys))
+        gate.configure_curve_callback(credentials_provider=allow_list)
         self._socket.curve_secretkey, self._socket.curve_publickey = keys.secret, keys.public
         self._socket.curve_server = True
         return gate
@@ -257,13 +260,20 @@ class ServerChannel:
 
 
 class _AllowList:
-    """Credentials provider for pyzmq's authenticator, with the allowed keys."""
+    """Credentials provider for pyzmq's authenticator, with the allowed keys.
+
+    An exception would end the authenticator's thread, which then admits nobody and cannot be stopped.
+    """
 
     def __init__(self, keys: ServerKeys) -> None:
-        self._keys = keys
+        self._keys, self._known = keys, keys.allowed()
 
     def callback(self, domain: str, key: bytes) -> bool:
-        return key in self._keys.allowed()
+        try:
+            self._known = self._keys.allowed()
+        except OSError as error:
+            log.warning("%s cannot be read (%s); admitting the keys read last", self._keys.allowed_in, error)
+        return key in self._known
 
 
 class LearnerChannel:
