@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
+import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -212,6 +215,28 @@ def test_the_servers_of_skypilot_end_after_a_learner_that_ended_at_once(tmp_path
     ]
     assert [node.wait(60) for node in nodes] == [128 + signal.SIGTERM, 0]
     assert sorted((tmp_path / "log").read_text().splitlines()) == ["0 started", "1 started"]
+
+
+def connects(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=20):
+        return True
+    return False
+
+
+def test_the_servers_of_skypilot_reach_a_learner_as_often_as_they_look() -> None:
+    program = re.search(r'python3 -c ".*?"', yaml.safe_load(TASK.read_text())["run"], re.DOTALL)
+    assert program is not None
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with subprocess.Popen(["bash", "-c", f"signal={port}; exec {program[0]}"]) as beacon:
+        try:
+            deadline = time.monotonic() + 30
+            while not connects(port):
+                assert time.monotonic() < deadline, "the port did not open"
+                time.sleep(0.05)
+            assert all(connects(port) for _ in range(200)), "the queue of the port is full"
+        finally:
+            beacon.kill()
 
 
 def test_the_skypilot_task_runs_the_script_with_all_that_it_needs(tmp_path: Path) -> None:
