@@ -12,12 +12,18 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from learner.policy import model
 from learner.policy.model import compute_in, load_policy
 from learner.policy.published import PublishedPolicy
-from learner.publishing.export import write_model
+from learner.policy.snapshot import trainable
+from learner.publishing.export import rebuilt, write_model
+from learner.run_inputs import RunInputs
 from learner.servers.weight_copy import WeightCopy
+from learner.storage.checkpoint import load_checkpoint
+from learner.training.policy_trainer import make_trainer
 from protocol.model_files import resolve_model
 from protocol.weights.buckets import NamedTensors, make_manifest
+from tests.learner.checkpoints import weights_of
 from tests.learner.publishing.finished_run import reduce_to_model, start, train
 from tests.sweep.families import tiny_config, tiny_model
 
@@ -28,11 +34,11 @@ BIASES = ("e_score_correction_bias", "expert_bias")
 
 def save_model(family: str, path: Path) -> dict[str, torch.Tensor]:
     """Save a model whose biases bfloat16 cannot hold; return them by name in the checkpoint."""
-    model = tiny_model(tiny_config(family))
-    for name, tensor in model.state_dict().items():
+    tiny = tiny_model(tiny_config(family))
+    for name, tensor in tiny.state_dict().items():
         if name.endswith(BIASES):
             tensor.copy_(5 + torch.rand(tensor.shape, generator=torch.Generator().manual_seed(len(name))))
-    model.save_pretrained(path)
+    tiny.save_pretrained(path)
     AutoTokenizer.from_pretrained(resolve_model("tiny:digits")).save_pretrained(path)
     return biases_of(load_file(path / "model.safetensors").items())
 
@@ -64,6 +70,27 @@ def test_passes_and_syncs_in_bfloat16_have_router_biases_in_float32(
     copy = WeightCopy(published.wire_dtype, published.copy_device)
     copy.update(published.tensors())
     assert_exact(biases_of(copy.tensors()), expected)
+
+
+def test_a_checkpoint_that_has_router_biases_as_parameters_is_resumed_and_rebuilt(
+    accelerator: Accelerator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Earlier versions trained them as transformers loads them, without a gradient."""
+    expected = save_model("afmoe", tmp_path / "base")
+    run = start(tmp_path, kl={"coef": 0.1}, reference={"kind": "ema", "alpha": 0.5, "every_steps": 1})
+    run = msgspec.structs.replace(run, model=str(tmp_path / "base"))
+    with monkeypatch.context() as earlier:
+        earlier.setattr(model, "_make_buffers_of_router_biases", lambda _: None)
+        train(run, accelerator, 1)
+    checkpoint = run.checkpoint_dir / "step-000001"
+    stored = weights_of(checkpoint)
+    assert len(biases_of(stored.items())) == len(expected)
+    resumed = make_trainer(RunInputs(run), accelerator, is_new=False)
+    load_checkpoint(resumed, checkpoint)
+    for name, parameter in trainable(resumed.policy).items():
+        assert torch.equal(parameter, stored.pop(name)), name
+    assert stored.keys() == biases_of(stored.items()).keys()
+    assert_exact(biases_of(rebuilt(run, checkpoint, "float32").model.items()), expected)
 
 
 @pytest.mark.parametrize("run_dtype", ["float32", "bfloat16"])
