@@ -14,6 +14,7 @@ Every error message names what was received, what was expected and what to do.
     ├── ParityError        server and learner disagree about the same tokens
     ├── DataError          prompts cannot be read or do not fit
     ├── RewardError        a reward function broke its contract
+    ├── ProcessesExhausted the machine has no room for another process of user code
     ├── RankFailed         another rank of the learner has stopped
     └── RanksDisagree      the ranks of the learner are about to do different things
 """
@@ -98,6 +99,12 @@ class DataError(SlipstreamError):
 
 class RewardError(SlipstreamError):
     """Reward function that cannot be loaded or breaks its contract."""
+
+
+class ProcessesExhausted(SlipstreamError):
+    """Machine without room for another process of user code."""
+
+    exit_code = TRANSIENT_ERROR
 
 
 class RankFailed(SlipstreamError):

@@ -29,6 +29,7 @@ class EnvironmentProcess(PipeProcess):
 
         Raises:
             ConfigError: If its interpreter cannot be started.
+            OSError: If the machine cannot start another process now.
         """
         if config.python is None:
             started = fork("environment", __name__, serve, config.factory, config.tools, takes_text)
@@ -90,7 +91,7 @@ class Environments:
             ConfigError: If the process cannot load the environment.
         """
         start = partial(EnvironmentProcess, config, takes_text=takes_text)
-        self._pool = ProcessPool(start, config.max_memory_mib, config.max_concurrent)
+        self._pool = ProcessPool(start, limits_of(config), config.max_concurrent)
         self._threads = ThreadPoolExecutor(config.max_concurrent, "environment")
         first = self._pool.start()
         failure = first.load()

@@ -165,6 +165,7 @@ class AgentProcess(SandboxProcess):
 
         Raises:
             ConfigError: If its interpreter cannot be started.
+            OSError: If the machine cannot start another process now.
         """
         kind = "command" if config.command is not None else "agent"
         self._is_kept = kind == "agent"  # what a command leaves running ends with its process
@@ -175,7 +176,7 @@ class AgentProcess(SandboxProcess):
                 child = ScriptChild(
                     python, AGENT_HOST, [theirs.fileno()], [kind, spec], without_proxy(config.gateway_host)
                 )
-            except ConfigError:
+            except (ConfigError, OSError):
                 self._socket.close()
                 raise
         super().__init__(child, limits_of(config))
@@ -235,7 +236,7 @@ class AgentProcess(SandboxProcess):
 
 def start_agent_pool(config: EnvironmentConfig) -> ProcessPool[AgentProcess]:
     """Return the pool of a run's agents, used in its event loop."""
-    return ProcessPool(partial(AgentProcess, config), config.max_memory_mib, config.max_concurrent)
+    return ProcessPool(partial(AgentProcess, config), limits_of(config), config.max_concurrent)
 
 
 async def check_agent(config: EnvironmentConfig, agents: ProcessPool[AgentProcess]) -> None:

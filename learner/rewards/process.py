@@ -45,13 +45,7 @@ class RewardProcess(PipeProcess):
     """A process that runs reward functions. It starts without waiting for the imports."""
 
     def __init__(self, config: RewardConfig) -> None:
-        limits = SandboxLimits(
-            section="learner.reward",
-            processes_key="num_workers",
-            timeout_s=config.timeout_s,
-            max_memory_mib=config.max_memory_mib,
-        )
-        super().__init__(*spawn("reward process", serve, config), limits)
+        super().__init__(*spawn("reward process", serve, config), limits_of(config))
         self._config = config
         self._num_calls = 0
         self.loaded: LoadedFunctions | None = None
@@ -102,6 +96,16 @@ class RewardProcess(PipeProcess):
     def next_reply(self, timeout_s: float | None, *wakers: Connection) -> Reply | ProcessFailure | None:
         """Return the next reply, or None on a timeout or when a waker is readable."""
         return self.receive(REPLY, timeout_s, *wakers)
+
+
+def limits_of(config: RewardConfig) -> SandboxLimits:
+    """Return the limits of a process of reward functions."""
+    return SandboxLimits(
+        section="learner.reward",
+        processes_key="num_workers",
+        timeout_s=config.timeout_s,
+        max_memory_mib=config.max_memory_mib,
+    )
 
 
 def answer_of(reply: Reply, config: RewardConfig) -> RewardAnswer | ProcessFailure:

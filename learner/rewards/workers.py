@@ -23,11 +23,11 @@ import msgspec
 from learner.config import RewardConfig
 from learner.rewards.call import CompletionContent, Extra, RetrySchedule, RewardAnswer, RewardCall, TrainerState
 from learner.rewards.call_queues import ConcurrentCalls, DelayedJobs, Job, SerialCalls
-from learner.rewards.process import RewardProcess
+from learner.rewards.process import RewardProcess, limits_of
 from learner.sandbox.pool import ProcessPool
 from learner.sandbox.process import ProcessFailure
 from learner.sandbox.user_code import shorten
-from protocol.errors import RewardError
+from protocol.errors import RewardError, SlipstreamError
 
 if TYPE_CHECKING:
     from learner.prompts.prompts import Prompt
@@ -98,15 +98,20 @@ class RewardWorkers:
     """Processes that run reward functions. Use as a context manager, or call `close`."""
 
     def __init__(self, config: RewardConfig) -> None:
-        """Start the processes. Raises RewardError if a function cannot be loaded in them."""
+        """Start the processes.
+
+        Raises:
+            RewardError: If a function cannot be loaded in them.
+            ProcessesExhausted: If the machine has no room for them.
+        """
         self._config = config
         self.latencies, self._retry_schedule = Latencies(), RetrySchedule(config.unreachable_s)
         self._pending: set[Future[GroupRewards]] = set()
         self._lock, self._closed = threading.Lock(), False
-        self._pool = ProcessPool(partial(RewardProcess, config), config.max_memory_mib)
+        self._pool = ProcessPool(partial(RewardProcess, config), limits_of(config))
         try:
             processes = self._load()
-        except RewardError:
+        except SlipstreamError:
             self._pool.close()
             raise
         loaded = next(process.loaded for process in processes if process.loaded is not None)

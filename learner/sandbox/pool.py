@@ -15,9 +15,10 @@ from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
 from learner.sandbox.descendants import ProcessEntry, all_processes, children_by_parent, descendants_of
-from learner.sandbox.process import SandboxProcess
+from learner.sandbox.process import SandboxLimits, SandboxProcess
+from learner.sandbox.start import EXHAUSTED
 from learner.sandbox.user_files import UserFiles
-from protocol.errors import SlipstreamError
+from protocol.errors import ProcessesExhausted, SlipstreamError
 
 WATCH_S = 0.1
 P = TypeVar("P", bound=SandboxProcess)
@@ -30,15 +31,15 @@ class PoolClosed(SlipstreamError):
 class ProcessPool(Generic[P]):
     """Processes of one kind, used from any thread."""
 
-    def __init__(self, start: Callable[[], P], max_memory_mib: int | None, max_leases: int = 1) -> None:
+    def __init__(self, start: Callable[[], P], limits: SandboxLimits, max_leases: int = 1) -> None:
         """Watch the memory of the processes. `max_leases`: maximum number of concurrent leases."""
-        self._start = start
+        self._start, self._limits = start, limits
         self._lock, self.is_closed = threading.Lock(), False
         self._free: list[P] = []
         self._all: set[P] = set()
         self._user_files = UserFiles()
         self._leases = asyncio.Semaphore(max_leases)
-        self._watch = MemoryWatch(max_memory_mib, lambda: self._all)
+        self._watch = MemoryWatch(limits.max_memory_mib, lambda: self._all)
 
     @asynccontextmanager
     async def lease(self) -> AsyncIterator[P]:
@@ -58,6 +59,7 @@ class ProcessPool(Generic[P]):
 
         Raises:
             PoolClosed: If the pool is closed.
+            ProcessesExhausted: If the machine has no room for a new one.
         """
         while True:
             with self._lock:
@@ -73,10 +75,20 @@ class ProcessPool(Generic[P]):
 
         Raises:
             PoolClosed: If the pool is closed.
+            ProcessesExhausted: If the machine has no room for it.
         """
         if self.is_closed:
             raise PoolClosed("the pool of processes is closed")
-        process = self._start()
+        try:
+            process = self._start()
+        except OSError as error:
+            if error.errno not in EXHAUSTED:
+                raise
+            section = self._limits.section
+            raise ProcessesExhausted(
+                f"the machine cannot start another process of {section} ({error.strerror}); lower "
+                f"{section}.{self._limits.processes_key}, or raise its limits (ulimit -u, ulimit -n, container pids)"
+            ) from error
         process.user_files = self._user_files
         with self._lock:
             self._all.add(process)

@@ -34,7 +34,7 @@ SPAWNED = multiprocessing.get_context("spawn")
 FORKED = multiprocessing.get_context("forkserver")
 SAFE_PATH = "PYTHONSAFEPATH"
 EXHAUSTED = {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-"""Errors of a machine without room for another process, which say nothing about the interpreter."""
+"""Numbers of the OSErrors of a machine without room for another process."""
 OF_RANKS = {
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE",
     "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
@@ -124,7 +124,11 @@ Child = ForkedChild | ScriptChild
 
 
 def spawn(name: str, serve: Callable[..., None], *arguments: Any) -> tuple[Connection, Child]:
-    """Run `serve(pipe, *arguments)` in a new interpreter."""
+    """Run `serve(pipe, *arguments)` in a new interpreter.
+
+    Raises:
+        OSError: If the machine cannot start another process now.
+    """
     return _start(SPAWNED, name, serve, arguments)
 
 
@@ -132,6 +136,9 @@ def fork(name: str, preloaded: str, serve: Callable[..., None], *arguments: Any)
     """Run `serve(pipe, *arguments)` in a fork of a process that has imported only the module `preloaded`.
 
     That module imports `serve`, and what the learner's main module imports, which every fork imports again.
+
+    Raises:
+        OSError: If the machine cannot start another process now.
     """
     FORKED.set_forkserver_preload([preloaded])  # affects this whole process, so only when needed
     safe_path = os.environ.get(SAFE_PATH)
@@ -142,7 +149,10 @@ def fork(name: str, preloaded: str, serve: Callable[..., None], *arguments: Any)
             forkserver.ensure_running()
     finally:
         _set_safe_path(safe_path)
-    return _start(FORKED, name, serve, arguments)
+    try:
+        return _start(FORKED, name, serve, arguments)
+    except (EOFError, ConnectionError) as error:  # a failed fork ends the fork server
+        raise OSError(errno.EAGAIN, "the server that forks it has ended") from error
 
 
 def run_script(python: str, script: Path, *arguments: str) -> tuple[Connection, Child]:
@@ -152,6 +162,7 @@ def run_script(python: str, script: Path, *arguments: str) -> tuple[Connection, 
 
     Raises:
         ConfigError: If the interpreter cannot be started.
+        OSError: If the machine cannot start another process now.
     """
     pipe, theirs = multiprocessing.Pipe()
     lifeline, ours = multiprocessing.Pipe(duplex=False)

@@ -20,6 +20,7 @@ LARGE = 5_000_000
 DEADLINE_S, SHORT_S = 60.0, 0.5
 TEXT = msgspec.msgpack.Decoder(str)
 LIMITS = SandboxLimits(section="learner.test", processes_key="num_tests", timeout_s=SHORT_S, max_memory_mib=200)
+UNWATCHED = msgspec.structs.replace(LIMITS, max_memory_mib=None)
 IMPORTED_IN = os.getpid()
 
 

@@ -2,22 +2,54 @@
 
 import asyncio
 import os
+import re
+import resource
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 
 import pytest
 
 from learner.sandbox.pool import PoolClosed, ProcessPool
 from learner.sandbox.process import PipeProcess, ProcessFailure
+from protocol.errors import ProcessesExhausted
 from tests.learner.sandbox.processes import wait_until_gone
-from tests.learner.sandbox.service import DEADLINE_S, TEXT, service
+from tests.learner.sandbox.service import DEADLINE_S, TEXT, UNWATCHED, WAYS, service
 from tests.waiting import until
+
+EXHAUSTED = r"cannot start another process of learner.test \(.*\); lower learner.test.num_tests, or raise its limits"
+FORK_SERVER_WITHOUT_ROOM = """
+from learner.sandbox.pool import ProcessPool
+from learner.sandbox.process import PipeProcess
+from learner.sandbox.start import fork
+from protocol.errors import ProcessesExhausted
+from tests.learner.sandbox.service import LIMITS, serve
+
+def start():
+    return PipeProcess(*fork("service", "no_room", serve), LIMITS)
+
+try:
+    ProcessPool(start, LIMITS).start()
+except ProcessesExhausted as error:
+    print(error)
+"""
+NO_ROOM = """
+import errno, os
+
+def fork():
+    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+os.fork = fork
+"""
 
 
 @pytest.fixture
 def pool() -> Iterator[ProcessPool[PipeProcess]]:
-    pool = ProcessPool(service, None, max_leases=2)
+    pool = ProcessPool(service, UNWATCHED, max_leases=2)
     yield pool
     pool.close()
 
@@ -87,7 +119,29 @@ def test_a_process_that_starts_while_the_pool_closes_does_not_outlive_it() -> No
         pool.close()
         return started[0]
 
-    pool = ProcessPool(start_and_close, None)
+    pool = ProcessPool(start_and_close, UNWATCHED)
     with pytest.raises(PoolClosed):
         pool.acquire()
     wait_until_gone(started[0].pid)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_machine_without_room_for_a_process_is_an_error_with_the_key(way: str) -> None:
+    pool = ProcessPool(partial(service, way), UNWATCHED)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(ProcessesExhausted, match=EXHAUSTED):
+            pool.start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_fork_server_that_cannot_fork_is_an_error_with_the_key(tmp_path: Path) -> None:
+    (tmp_path / "no_room.py").write_text(NO_ROOM)
+    done = subprocess.run(
+        [sys.executable, "-c", FORK_SERVER_WITHOUT_ROOM],
+        env=os.environ | {"PYTHONPATH": f"{Path.cwd()}:{tmp_path}"}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert re.search(EXHAUSTED, done.stdout), done.stderr
+    assert "Resource temporarily unavailable" in done.stderr

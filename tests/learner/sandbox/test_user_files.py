@@ -13,6 +13,7 @@ from learner.gateway.players import AgentProcess
 from learner.rewards.process import RewardProcess
 from learner.sandbox.pool import ProcessPool
 from learner.sandbox.process import ProcessFailure, SandboxProcess
+from tests.learner.sandbox.service import UNWATCHED
 
 CODE = """
 from helper_of_the_test import VALUE
@@ -54,7 +55,7 @@ def test_a_process_that_loads_an_edited_file_logs_one_warning_per_change(
     file, helper = tmp_path / "edited.py", tmp_path / "helper_of_the_test.py"
     file.write_text(CODE)
     helper.write_text("VALUE = 1.0\n")
-    pool = ProcessPool(partial(process, kind, file), None)
+    pool = ProcessPool(partial(process, kind, file), UNWATCHED)
 
     async def start_processes() -> None:
         try:
