@@ -150,8 +150,8 @@ def load_config(path: Path) -> PreTrainedConfig:
     """Load the config of a model.
 
     Raises:
-        ConfigError: config.json is incomplete, for example without a factor of its RoPE, or of a model that
-            transformers does not have.
+        ConfigError: config.json is incomplete, for example without a factor of its RoPE, or has a wrong value, or
+            is of a model that transformers does not have.
     """
     try:
         return _load_natively(AutoConfig, path)
@@ -189,7 +189,7 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model.
 
     Raises:
-        ConfigError: transformers does not have it.
+        ConfigError: transformers does not have it, or its files are incomplete.
     """
     return _load_natively(AutoTokenizer, path)
 
@@ -199,11 +199,12 @@ def _load_natively(kind: Any, path: Path) -> Any:
     try:
         return kind.from_pretrained(path, trust_remote_code=False)
     except ValueError as error:
-        reason = str(error).strip().splitlines()[0].rstrip(" .")
-        raise ConfigError(
-            f"model: transformers cannot load {path}: {reason}; set model to one that transformers supports "
-            "without code of the model's own"
-        ) from error
+        reason, remedy = str(error).strip(), ""
+        if "custom code" in reason or "does not recognize" in reason:
+            reason = reason.splitlines()[0]  # further lines advise to run that code
+            remedy = "; set model to one that transformers supports without code of the model's own"
+        reason = " ".join(reason.split()).rstrip(" .") or type(error).__name__
+        raise ConfigError(f"model: transformers cannot load {path}: {reason}{remedy}") from error
 
 
 def compute_in(dtype: torch.dtype, policy: nn.Module) -> None:

@@ -1,6 +1,7 @@
 """The policy as the learner trains it: without noise, checkpointing that really checkpoints."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,16 @@ def test_a_model_that_transformers_does_not_know_is_an_error_with_its_type(tmp_p
         ConfigError, match=r"model type `mine` but Transformers does not recognize [^;]*; set model to one"
     ):
         load_config(tmp_path)
+
+
+def test_files_that_transformers_cannot_load_are_an_error_with_its_whole_reason(tmp_path: Path) -> None:
+    shutil.copytree(resolve_model("tiny:digits"), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(
+        ConfigError, match=r"cannot load .* backend tokenizer from one of: .*serialization file"
+    ) as error:
+        load_tokenizer(tmp_path)
+    assert "set model to" not in str(error.value) and "\n" not in str(error.value)
 
 
 def test_the_policy_has_the_weights_of_the_newest_save_and_of_no_pickle(tmp_path: Path) -> None:
