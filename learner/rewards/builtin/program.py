@@ -39,8 +39,11 @@ SHARED_OUT = 0.9
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)```", re.DOTALL)
 CAN_FAIL = (ast.Assert, ast.Raise, ast.For, ast.While, ast.If, ast.With, ast.Try)
+FUNCTION_TESTS = ("functional", "function_call")
+"""Types of tests that call a function, in LiveCodeBench and DeepCoder."""
 EXPECTED = (
     'Python code that raises if the program is wrong, a list of such statements, or a list of {"input": …, "output": …}'
+    " of whole programs. Write the calls of a function as Python: assert f(1) == 2"
 )
 
 
@@ -66,7 +69,7 @@ def passes_tests(
     An empty column gives None. The column holds one of:
     - Python that raises if the program is wrong (`assert f(1) == 2`, or HumanEval's `test` with its call)
     - a list of such statements (MBPP)
-    - inputs and outputs: a list of `{"input": …, "output": …}`, or APPS' `{"inputs": […], "outputs": […]}`
+    - inputs and outputs of whole programs: a list of `{"input": …, "output": …}`, or APPS' `{"inputs": […], "outputs": […]}`
 
     Each program has an equal share of the time left of timeout_s, and 1 GiB of memory per process.
     """
@@ -109,13 +112,20 @@ def checks_of(column: Any) -> list[Check]:
             return [Check(_checked(column))]
         case list() if all(isinstance(one, str) for one in column):
             return [Check(_checked("\n".join(column)))]
-        case list() if all(isinstance(one, dict) and {"input", "output"} <= one.keys() for one in column):
+        case list() if all(
+            isinstance(one, dict) and {"input", "output"} <= one.keys() and not _calls_function(one) for one in column
+        ):
             return [Check(None, _text(one["input"]), _text(one["output"])) for one in column]
-        case {"inputs": list(inputs), "outputs": list(outputs), **more} if len(inputs) == len(outputs) and not more.get(
-            "fn_name"
+        case {"inputs": list(inputs), "outputs": list(outputs)} if len(inputs) == len(outputs) and not _calls_function(
+            column
         ):
             return [Check(None, _text(one), _text(other)) for one, other in zip(inputs, outputs, strict=True)]
     raise ValueError(f"column tests contains {shorten(column)}; expected {EXPECTED}")
+
+
+def _calls_function(tests: dict[str, Any]) -> bool:
+    """Return whether tests hold arguments and results of a function, not a program's input and output."""
+    return bool(tests.get("fn_name")) or (tests.get("testtype") or tests.get("type")) in FUNCTION_TESTS
 
 
 def _read(text: str) -> Any:

@@ -60,7 +60,10 @@ def test_a_program_is_rewarded_only_for_passing_its_tests(code, reward):
 
 def test_tests_can_be_python_statements_or_inputs_with_outputs_also_as_text():
     reads = "a, b = map(int, input().split())\nprint(a + b)"
-    pairs = [{"input": "1 2\n", "output": "3\n"}, {"input": "2 2", "output": "4"}]
+    pairs = [
+        {"input": "1 2\n", "output": "3\n", "type": "stdin_stdout"},
+        {"input": "2 2", "output": "4", "fn_name": ""},
+    ]
     apps = {"inputs": ["1 2", "0 0"], "outputs": ["3\n", ["0"]]}
     assert paid(RIGHT, TESTS.splitlines()) == paid(reads, pairs) == paid(reads, apps) == 1.0
     assert paid(RIGHT, "['assert add(1, 1) == 3']") == 0.0 and paid(reads, "[{'input': '1 1', 'output': '2'}]") == 1.0
@@ -75,7 +78,15 @@ def test_tests_can_be_python_statements_or_inputs_with_outputs_also_as_text():
     assert [paid(RIGHT, nothing) for nothing in (None, "", [], {})] == [None] * 4
 
 
-@pytest.mark.parametrize("column", [7, [1, 2], [{"input": "1"}], {"inputs": ["1"], "outputs": ["1"], "fn_name": "add"}])
+@pytest.mark.parametrize(
+    "column",
+    [
+        7, [1, 2], [{"input": "1"}], {"inputs": ["1"], "outputs": ["1"], "fn_name": "add"},
+        [{"input": "[1, 2]\n3", "output": "4", "testtype": "functional", "metadata": {"func_name": "add"}}],
+        '[{"type": "function_call", "fn_name": "add", "input": [1, 2], "output": [3]}]',
+        [{"input": "1 2", "output": "3", "type": "stdin_stdout"}, {"input": "1", "output": "3", "fn_name": "add"}],
+    ],
+)  # fmt: skip
 def test_an_invalid_test_column_is_rejected_with_the_expected_formats(column):
     with pytest.raises(ValueError, match=r"column tests contains .*; expected Python code that raises"):
         checks_of(column)
