@@ -19,7 +19,7 @@ import numpy as np
 from learner.config import DataConfig
 from learner.prompts.chat_template import ChatTemplate, TurnFormat
 from learner.prompts.encoding import encode_source, with_system_prompt
-from learner.prompts.reasoning import opening_of
+from learner.prompts.reasoning import OPENS_REASONING, opening_of
 from learner.prompts.sources import open_source
 from protocol.errors import DataError
 
@@ -46,6 +46,11 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """Partial answer that the prompt ends with and the policy continues, if any."""
     opens_reasoning: bool = False
     """Whether the template ends the prompt with `<think>`, so that the completion starts as reasoning."""
+
+    @property
+    def turn_start(self) -> str:
+        """The part of the policy's turn that the prompt ends with, or ""."""
+        return self.prefill or (OPENS_REASONING if self.opens_reasoning else "")
 
 
 class Prompts:
