@@ -64,7 +64,7 @@ def passes_tests(
     log_metric: Callable[[str, float], None] = lambda name, value: None,
     **kwargs: Any,
 ) -> list[float | None]:
-    """Return 1 if the last code block of the answer passes the `tests` column, else 0.
+    """Return 1 if the program in the answer (`code_of`) passes the `tests` column, else 0.
 
     An empty column gives None. The column holds one of:
     - Python that raises if the program is wrong (`assert f(1) == 2`, or HumanEval's `test` with its call)
@@ -92,8 +92,13 @@ def passes_tests(
 
 
 def code_of(answer: str) -> str:
-    """Return the last code block that is Python or unlabeled, else the whole answer."""
-    blocks = [code for language, code in _BLOCK.findall(answer) if language.lower() in ("", "python", "python3", "py")]
+    """Return the last Python block, else the last block without a language, else the whole answer.
+
+    A block without a language after the program usually shows its output.
+    """
+    found = _BLOCK.findall(answer)
+    blocks = [code for language, code in found if language.lower() in ("python", "python3", "py")]
+    blocks = blocks or [code for language, code in found if not language]
     return blocks[-1] if blocks else answer
 
 

@@ -109,6 +109,7 @@ def test_the_last_python_block_counts_or_the_whole_answer_without_blocks():
     two = "First:\n```python\nx = 1\n```\nBetter:\n```py\nx = 2\n```\nRun it:\n```bash\npython x.py\n```\n"
     assert code_of(two) == "x = 2\n"
     assert code_of("x = 3") == "x = 3"
+    assert code_of("```python\nprint(5)\n```\nIt prints\n```\n5\n```\n") == "print(5)\n"
     assert code_of("```\nx = 4\n```") == "x = 4\n"
 
 
