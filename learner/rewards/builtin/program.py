@@ -21,6 +21,8 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from decimal import Decimal
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,8 @@ SHARED_OUT = 0.9
 """Share of timeout_s for running programs. The rest is for starting processes."""
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)```", re.DOTALL)
+_WORD = re.compile(r"\S+|\s+")
+_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,4})?", re.ASCII)
 CAN_FAIL = (ast.Assert, ast.Raise, ast.For, ast.While, ast.If, ast.With, ast.Try)
 FUNCTION_TESTS = ("functional", "function_call")
 """Types of tests that call a function, in LiveCodeBench and DeepCoder."""
@@ -69,7 +73,8 @@ def passes_tests(
     An empty column gives None. The column holds one of:
     - Python that raises if the program is wrong (`assert f(1) == 2`, or HumanEval's `test` with its call)
     - a list of such statements (MBPP)
-    - inputs and outputs of whole programs: a list of `{"input": …, "output": …}`, or APPS' `{"inputs": […], "outputs": […]}`
+    - inputs and outputs of whole programs: a list of `{"input": …, "output": …}`, or APPS' `{"inputs": […], "outputs": […]}`.
+      Decimals are compared by their exact values, other words and the white space in a line as text.
 
     Each program has an equal share of the time left of timeout_s, and 1 GiB of memory per process.
     """
@@ -175,11 +180,22 @@ def run(code: str, check: Check, timeout_s: float, *, unconfined: bool = False) 
     result = _run_check(code, check, token, timeout_s, unconfined=unconfined)
     if check.tests is not None:
         return result.reported.startswith(token)  # a program that forked may report the token twice
-    return result.exit_code == 0 and _lines(result.printed) == _lines(check.expected)
+    return result.exit_code == 0 and _is_same_output(result.printed, check.expected)
 
 
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+def _is_same_output(printed: str, expected: str) -> bool:
+    """Compare outputs as text, except for white space at the ends of lines and the notation of decimals."""
+    texts = ("\n".join(map(str.rstrip, text.rstrip().splitlines())) for text in (printed, expected))
+    words = zip_longest(*(_WORD.finditer(text) for text in texts))
+    return all(one and other and _is_same_word(one[0], other[0]) for one, other in words)
+
+
+def _is_same_word(one: str, other: str) -> bool:
+    """Compare words as text, or by their exact values if one is a decimal: 0.50 equals 0.5, but 01 is not 1."""
+    if one == other:
+        return True
+    is_decimal = any(mark in one + other for mark in ".eE") and _NUMBER.fullmatch(one) and _NUMBER.fullmatch(other)
+    return bool(is_decimal) and Decimal(one) == Decimal(other)
 
 
 def why_not_confined() -> str | None:

@@ -79,6 +79,20 @@ def test_tests_can_be_python_statements_or_inputs_with_outputs_also_as_text():
 
 
 @pytest.mark.parametrize(
+    ("printed", "expected", "is_right"),
+    [
+        ("0.50", "0.5", True), ("5.", "5", True), ("-0.0", "0.0", True), ("1e-05", "0.00001", True),
+        ("Case 1: 2.0 \n\nyes", "Case 1: 2\n\nyes\n", True), ("0.5", "0.50000000000000000001", False),
+        ("01", "1", False), ("1_0.0", "10", False), ("nan", "nan", True), ("1e5", "1e99999", False), ("1.0.0", "1.0", False),
+        ("  *", "*", False), ("1.0  2", "1 2", False), ("1.0\n2", "1 2", False), ("1 2", "1", False), ("", "", True),
+        ("1", "", False),
+    ],
+)  # fmt: skip
+def test_outputs_are_compared_as_text_and_decimals_by_their_values(printed, expected, is_right):
+    assert run(f"print({printed!r})", Check(None, "", expected), TIMEOUT_S) == is_right
+
+
+@pytest.mark.parametrize(
     "column",
     [
         7, [1, 2], [{"input": "1"}], {"inputs": ["1"], "outputs": ["1"], "fn_name": "add"},
