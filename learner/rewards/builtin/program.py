@@ -73,8 +73,8 @@ def passes_tests(
     An empty column gives None. The column holds one of:
     - Python that raises if the program is wrong (`assert f(1) == 2`, or HumanEval's `test` with its call)
     - a list of such statements (MBPP)
-    - inputs and outputs of whole programs: a list of `{"input": …, "output": …}`, or APPS' `{"inputs": […], "outputs": […]}`.
-      Decimals are compared by their exact values, other words and the white space in a line as text.
+    - inputs and outputs of whole programs: a list of `{"input": …, "output": …}`, or APPS'
+      `{"inputs": […], "outputs": […]}`. Decimals are compared by their exact values, all else as text.
 
     Each program has an equal share of the time left of timeout_s, and 1 GiB of memory per process.
     """

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import threading
 import time
+from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -14,8 +15,11 @@ import pytest
 from learner.config import RewardConfig
 from learner.rewards import function
 from learner.rewards.builtin.program import Check, checks_of, code_of, passes_tests, run
+from learner.rewards.call import RewardAnswer, RewardCall
+from learner.rewards.call_queues import Job, SerialCalls
 from learner.rewards.function import load_all
 from learner.rewards.workers import RewardWorkers
+from learner.sandbox.process import ProcessFailure
 from tests.learner.rewards.scored_groups import DEADLINE_S, prompt
 from tests.waiting import until
 
@@ -83,7 +87,8 @@ def test_tests_can_be_python_statements_or_inputs_with_outputs_also_as_text():
     [
         ("0.50", "0.5", True), ("5.", "5", True), ("-0.0", "0.0", True), ("1e-05", "0.00001", True),
         ("Case 1: 2.0 \n\nyes", "Case 1: 2\n\nyes\n", True), ("0.5", "0.50000000000000000001", False),
-        ("01", "1", False), ("1_0.0", "10", False), ("nan", "nan", True), ("1e5", "1e99999", False), ("1.0.0", "1.0", False),
+        ("01", "1", False), ("1_0.0", "10", False), ("nan", "nan", True), ("1e5", "1e99999", False),
+        ("1.0.0", "1.0", False),
         ("  *", "*", False), ("1.0  2", "1 2", False), ("1.0\n2", "1 2", False), ("1 2", "1", False), ("", "", True),
         ("1", "", False),
     ],
@@ -239,6 +244,33 @@ def test_a_run_without_confinement_must_accept_unconfined_programs(monkeypatch):
     assert load_all(accepts).problem is None
     assert passes_tests([RIGHT, "while True: pass"], [TESTS] * 2, 4.0, accepts) == [1.0, 0.0]
     assert load_all(RewardConfig(functions=("exact_match",))).problem is None
+
+
+class LatePool:
+    """Stands for a pool with one process, which rates single completions in time, but no groups and no "late"."""
+
+    is_closed = False
+
+    def acquire(self):
+        return self
+
+    def release(self, process):
+        pass
+
+    def call(self, call):
+        if call.completions in (["late"], ["late", *["1"] * 2]):
+            return ProcessFailure("timed_out", "is late")
+        return RewardAnswer([1.0], {"programs_out_of_time": [0.25]})
+
+
+def test_completions_rated_one_by_one_keep_their_metrics():
+    calls = SerialCalls(CONFIG, LatePool())
+    try:
+        job = Job("passes_tests", RewardCall("passes_tests", "", {}, ["late", "1", "1"], [[1]] * 3), Future())
+        calls.put(job)
+        assert job.future.result(DEADLINE_S) == RewardAnswer([0.0, 1.0, 1.0], {"programs_out_of_time": [0.25] * 2})
+    finally:
+        calls.stop()
 
 
 def test_the_number_of_timeouts_is_a_metric():
