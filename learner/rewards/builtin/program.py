@@ -222,12 +222,11 @@ def _run_check(code: str, check: Check, token: str, timeout_s: float, *, unconfi
         TimeoutError: If the time is up.
         OSError: If the program cannot be confined.
     """
-    mark = secrets.token_hex(16)  # random, so that no program can fake a host error
     with ExitStack() as cleanup:
-        files = [os.memfd_create(name) for name in ("given", "printed", "reported")]
+        files = [os.memfd_create(name) for name in ("given", "printed", "reported", "problem")]
         for descriptor in files:
             cleanup.callback(os.close, descriptor)
-        given, printed, reported = files
+        given, printed, reported, problem = files
         with open(given, "wb", closefd=False) as file:
             file.write(check.given.encode(errors="surrogateescape"))
         os.lseek(given, 0, os.SEEK_SET)
@@ -238,7 +237,6 @@ def _run_check(code: str, check: Check, token: str, timeout_s: float, *, unconfi
             "program": code,
             "tests": check.tests,
             "token": token,
-            "mark": mark,
             "folder": folder,
             "unconfined": unconfined,
             "parent": os.getpid(),
@@ -246,10 +244,9 @@ def _run_check(code: str, check: Check, token: str, timeout_s: float, *, unconfi
             "timeout_s": timeout_s,
         }
         exit_code = _run_host(json.dumps(order).encode(), files, folder, timeout_s)
-        result = ProgramResult(exit_code, _content(printed), _content(reported))
-        if result.reported.startswith(mark):
-            raise OSError(result.reported.removeprefix(mark))
-        return result
+        if text := _content(problem):
+            raise OSError(text)
+        return ProgramResult(exit_code, _content(printed), _content(reported))
 
 
 def _run_host(order: bytes, files: Sequence[int], folder: str, timeout_s: float) -> int:

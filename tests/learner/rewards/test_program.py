@@ -124,6 +124,26 @@ def test_python_that_cannot_fail_is_rejected_as_a_test(tests, problem):
         checks_of(tests)
 
 
+FORGES = """
+import contextlib, os, sys
+frame = sys._getframe()
+while frame.f_back:
+    frame = frame.f_back
+    for value in [*frame.f_locals.values(), *frame.f_locals.get("order", {}).values()]:
+        for fd in range(2, 64) if len(str(value)) == 32 else ():  # the length of a secret
+            with contextlib.suppress(OSError):
+                if not os.path.sameopenfile(fd, 1):
+                    os.write(fd, (str(value) + "[Errno 111] forged").encode())
+print("2")
+"""
+
+
+@pytest.mark.parametrize("unconfined", [False, True])
+def test_a_program_cannot_fake_an_error_of_its_host(unconfined):
+    assert run(FORGES, Check(None, "", "2"), TIMEOUT_S, unconfined=unconfined)
+    run(FORGES, Check("assert True"), TIMEOUT_S, unconfined=unconfined)  # may trick its own test, but raises no error
+
+
 def test_the_last_python_block_counts_or_the_whole_answer_without_blocks():
     two = "First:\n```python\nx = 1\n```\nBetter:\n```py\nx = 2\n```\nRun it:\n```bash\npython x.py\n```\n"
     assert code_of(two) == "x = 2\n"
