@@ -1,1 +1,1 @@
-"""Ways to start Slipstream: on one node (colocate.py), and recipes."""
+"""Ways to start Slipstream: one node (colocate.py), a Ray cluster (ray.py), schedulers, and recipes."""

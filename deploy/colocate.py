@@ -20,7 +20,7 @@ from pathlib import Path
 import msgspec
 
 from deploy.arguments import Launch, evaluation_flags, read_arguments
-from deploy.placement import DeployConfig, ProcessSpec, rank_places, reference_place, server_places
+from deploy.placement import DeployConfig, ProcessSpec, rank_specs, reference_spec, server_specs
 from deploy.supervisor import SupervisedProcess, Supervisor
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
@@ -69,11 +69,11 @@ def colocate(arguments: list[str]) -> int:
         ),
         learner_environment=servers_on_gpu.environment() if servers_on_gpu else {},
     )  # fmt: skip
-    places = server_places(config, launch.server_run)
-    rank_places(config, launch.learner_run, port=0)  # raises ConfigError before any process is started
-    if (reference := reference_place(config, launch.server_run, launch.learner_run)) is not None:
-        places.append(reference)
-    servers = {place.name: partial(node.start, node.server, place) for place in places}
+    specs = server_specs(config, launch.server_run)
+    rank_specs(config, launch.learner_run, port=0)  # raises ConfigError before any process is started
+    if (reference := reference_spec(config, launch.server_run, launch.learner_run)) is not None:
+        specs.append(reference)
+    servers = {spec.name: partial(node.start, node.server, spec) for spec in specs}
     return Supervisor(servers, node.start_learner, config).run()
 
 
@@ -89,18 +89,16 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     learner_environment: dict[str, str]
     """Environment of each rank, in addition to that of its ProcessSpec."""
 
-    def start(self, command: tuple[str, ...], place: ProcessSpec) -> SupervisedProcess:
-        return SupervisedProcess(
-            place.name, (*command, *place.flags), place.environment, self.logs / f"{place.name}.log"
-        )
+    def start(self, command: tuple[str, ...], spec: ProcessSpec) -> SupervisedProcess:
+        return SupervisedProcess(spec.name, (*command, *spec.flags), spec.environment, self.logs / f"{spec.name}.log")
 
     def start_learner(self, *, again: bool) -> list[SupervisedProcess]:
         """Start all ranks, with a port for their rendezvous that is free now."""
         command = (*self.learner, *self.launch.resume_switch(again=again))
         ranks = []
-        for place in rank_places(self.config, self.launch.learner_run, free_port()):
-            environment = place.environment | self.learner_environment
-            ranks.append(self.start(command, msgspec.structs.replace(place, environment=environment)))
+        for spec in rank_specs(self.config, self.launch.learner_run, free_port()):
+            environment = spec.environment | self.learner_environment
+            ranks.append(self.start(command, msgspec.structs.replace(spec, environment=environment)))
         return ranks
 
 

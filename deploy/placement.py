@@ -16,10 +16,10 @@ from learner.config import LearnerRun
 from protocol.config import Seconds, SharedConfig
 from protocol.errors import ConfigError
 
-Places = tuple[int, ...]
+Indices = tuple[int, ...]
 
 
-def _refuse_shared(what: str, parts: tuple[Places, ...]) -> None:
+def _refuse_shared(what: str, parts: tuple[Indices, ...]) -> None:
     """Raise ValueError if two processes share a GPU or core, or a process gets none.
 
     NCCL does not allow two ranks on one GPU by default.
@@ -29,12 +29,12 @@ def _refuse_shared(what: str, parts: tuple[Places, ...]) -> None:
     for part in parts:
         if not part:
             raise ValueError(f"{what}: an empty list gives a process nothing; list at least one, or remove the key")
-        for place in part:
-            if place < 0:
-                raise ValueError(f"{what}: {place} is not a position; expected 0 or more. Count from 0")
-            if place in taken:
-                raise ValueError(f"{what}: {place} is assigned twice; each process needs its own")
-            taken.add(place)
+        for index in part:
+            if index < 0:
+                raise ValueError(f"{what}: {index} is not an index; expected 0 or more. Count from 0")
+            if index in taken:
+                raise ValueError(f"{what}: {index} is assigned twice; each process needs its own")
+            taken.add(index)
 
 
 Count = Annotated[int, msgspec.Meta(ge=1)]
@@ -62,25 +62,25 @@ class RayConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class DeployConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Keys that only deploy reads. The default is one server and one rank."""
 
-    server_gpus: Annotated[tuple[Places, ...], tyro.conf.Suppress] = ()
+    server_gpus: Annotated[tuple[Indices, ...], tyro.conf.Suppress] = ()
     """GPUs of each server. [[0, 1], [2, 3]]: two servers of two workers each. Without server_gpus and
     learner_gpus, the server gets the first of several GPUs, one per worker, and the learner the next; both share
     the first if there are too few, or learner.weight_sync.transport is ipc. If only one of the two keys is set,
     the other side sees no GPU."""
-    learner_gpus: Annotated[Places, tyro.conf.Suppress] = ()
+    learner_gpus: Annotated[Indices, tyro.conf.Suppress] = ()
     """GPUs of the learner, one rank on each."""
-    server_cores: Annotated[tuple[Places, ...], tyro.conf.Suppress] = ()
+    server_cores: Annotated[tuple[Indices, ...], tyro.conf.Suppress] = ()
     """Cores of each server, as positions in the list of cores that colocate may use."""
-    learner_cores: Annotated[tuple[Places, ...], tyro.conf.Suppress] = ()
+    learner_cores: Annotated[tuple[Indices, ...], tyro.conf.Suppress] = ()
     """Cores of each learner rank, as positions in the same list."""
     reference_model: str | None = None
     """Model of one more server, at learner.reference.endpoint, which colocate starts with the other settings of
     [server], also quantization, but without adapters and routed experts. Unset: the reference's server, if
     there is one, is started separately."""
-    reference_gpus: Annotated[Places, tyro.conf.Suppress] = ()
+    reference_gpus: Annotated[Indices, tyro.conf.Suppress] = ()
     """GPUs of this server. Required if server_gpus or learner_gpus is set. Otherwise: those after the learner's,
     one per worker."""
-    reference_cores: Annotated[Places, tyro.conf.Suppress] = ()
+    reference_cores: Annotated[Indices, tyro.conf.Suppress] = ()
     """Cores of this server, as positions in the same list."""
     restart: Literal["never", "on-failure"] = "never"
     """Reaction to a server that exits or a learner that fails. never: end the run; on-failure: restart it,
@@ -140,7 +140,7 @@ class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str]
 
 
-def server_places(config: DeployConfig, run: ServerRun) -> list[ProcessSpec]:
+def server_specs(config: DeployConfig, run: ServerRun) -> list[ProcessSpec]:
     """Return the spec of each server.
 
     Raises:
@@ -156,10 +156,10 @@ def server_places(config: DeployConfig, run: ServerRun) -> list[ProcessSpec]:
     if config.num_servers != len(run.servers):
         raise ConfigError(
             f"deploy places {config.num_servers} server(s), but the run has {len(run.servers)} endpoint(s): "
-            f"{', '.join(run.servers)}. "
-            'Set one endpoint for each server, as in endpoints = ["tcp://127.0.0.1:5757", "tcp://127.0.0.1:5758"]'
+            f"{', '.join(run.servers)}. Set one endpoint for each server, as in endpoints = "
+            '["tcp://127.0.0.1:5757", "tcp://127.0.0.1:5758"]'
         )
-    places = []
+    specs = []
     for i in range(config.num_servers):
         flags = _addresses(run, i) if run.endpoints else []
         if config.server_gpus:
@@ -168,13 +168,13 @@ def server_places(config: DeployConfig, run: ServerRun) -> list[ProcessSpec]:
             flags += ["--server.cpu-cores", *map(str, config.server_cores[i])]
         gpus = config.server_gpus[i] if config.server_gpus else ()
         environment = _visible(config, gpus)
-        places.append(
+        specs.append(
             ProcessSpec(name=_name("server", i, config.num_servers), flags=tuple(flags), environment=environment)
         )
-    return places
+    return specs
 
 
-def reference_place(config: DeployConfig, server_run: ServerRun, learner_run: LearnerRun) -> ProcessSpec | None:
+def reference_spec(config: DeployConfig, server_run: ServerRun, learner_run: LearnerRun) -> ProcessSpec | None:
     """Return the spec of the reference's server, if this node starts one.
 
     Raises:
@@ -208,7 +208,7 @@ def reference_place(config: DeployConfig, server_run: ServerRun, learner_run: Le
     return ProcessSpec(name="reference", flags=tuple(flags), environment=_visible(config, config.reference_gpus))
 
 
-def rank_places(config: DeployConfig, run: LearnerRun, port: int) -> list[ProcessSpec]:
+def rank_specs(config: DeployConfig, run: LearnerRun, port: int) -> list[ProcessSpec]:
     """Return the spec of each rank. The ranks rendezvous at `port`.
 
     Raises:
@@ -216,13 +216,13 @@ def rank_places(config: DeployConfig, run: LearnerRun, port: int) -> list[Proces
     """
     if config.learner_cores and run.learner.cpu_cores is not None:
         raise ConfigError("learner.cpu_cores and deploy.learner_cores both set the learner's cores; remove one of them")
-    places = []
+    specs = []
     for rank in range(config.num_ranks):
         cores = map(str, config.learner_cores[rank]) if config.learner_cores else ()
         flags = ("--learner.cpu-cores", *cores) if config.learner_cores else ()
         environment = _visible(config, config.learner_gpus) | _rank(config, rank, port)
-        places.append(ProcessSpec(name=_name("learner", rank, config.num_ranks), flags=flags, environment=environment))
-    return places
+        specs.append(ProcessSpec(name=_name("learner", rank, config.num_ranks), flags=flags, environment=environment))
+    return specs
 
 
 def _name(kind: str, index: int, count: int) -> str:
@@ -267,11 +267,11 @@ def _visible(config: DeployConfig, gpus: tuple[int, ...]) -> dict[str, str]:
 def _rank(config: DeployConfig, rank: int, port: int) -> dict[str, str]:
     if config.num_ranks == 1:
         return {}
-    place = RankPlace(rank=rank, num_ranks=config.num_ranks, local_rank=rank, local_num_ranks=config.num_ranks)
-    return place.environment("127.0.0.1", port, on_gpu=bool(config.learner_gpus))
+    position = RankPosition(rank=rank, num_ranks=config.num_ranks, local_rank=rank, local_num_ranks=config.num_ranks)
+    return position.environment("127.0.0.1", port, on_gpu=bool(config.learner_gpus))
 
 
-class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
+class RankPosition(msgspec.Struct, frozen=True, kw_only=True):
     """Position of a rank among all ranks, and among those of its node."""
 
     rank: int

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from deploy.arguments import flags_by_section
 from deploy.planning.measured import PROGRAM, learner_section, observed, rates_of, read_run, server_section
 from deploy.planning.outcome import Outcome
 from deploy.planning.rates import ASSUMPTIONS, Rates, decode_rate
@@ -236,9 +237,13 @@ def check(run_dir: Path, setup: Setup, num_ranks: int, run: Simulate) -> dict[st
 
 def setup_of(options: argparse.Namespace, flags: Sequence[str], rates: Rates) -> Setup:
     """Return the setup for one server and one rank. Raises ConfigError."""
-    learner_flags, server_flags = flags_of_each(flags)
-    learner = learner_section([options.config, *learner_flags])
-    server = server_section([options.config, *server_flags])
+    flags_of = flags_by_section(list(flags))
+    if others := flags_of["deploy"]:  # also flags of no section, which go to all
+        raise ConfigError(
+            f"unknown flag {others[0]}; see {PROGRAM} --help (config keys start with --learner. or --server.)"
+        )
+    learner = learner_section([options.config, *flags_of["learner"]])
+    server = server_section([options.config, *flags_of["server"]])
     failures = Failures(every_s=options.failures[0], restart_s=options.failures[1]) if options.failures else None
     if failures and (failures.every_s <= 0 or failures.restart_s < 0):
         raise ConfigError(
@@ -286,26 +291,6 @@ def split_of(text: str) -> Split:
     if not (num_servers.isdecimal() and num_ranks.isdecimal() and int(num_servers) and int(num_ranks)):
         raise ConfigError(f"--split {text}: expected servers and ranks, such as 6x2")
     return Split(int(num_servers), int(num_ranks))
-
-
-def flags_of_each(flags: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the flags into those of the learner and those of the server.
-
-    Raises:
-        ConfigError: If a flag belongs to neither.
-    """
-    learner: list[str] = []
-    server: list[str] = []
-    target: list[str] | None = None
-    for flag in flags:
-        if flag.startswith("--"):
-            target = learner if flag.startswith("--learner.") else server if flag.startswith("--server.") else None
-        if target is None:
-            raise ConfigError(
-                f"unknown flag {flag}; see {PROGRAM} --help (config keys start with --learner. or --server.)"
-            )
-        target.append(flag)
-    return learner, server
 
 
 def _point(text: str) -> tuple[float, float]:

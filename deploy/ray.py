@@ -18,10 +18,10 @@ from typing import Any
 
 from deploy.arguments import read_arguments
 from deploy.ray_placement import (
+    BundleLocation,
     Commands,
-    Host,
+    RankRendezvous,
     RemoteCommand,
-    Rendezvous,
     ServerList,
     bundles,
     check_launch,
@@ -78,9 +78,9 @@ def run_on_ray(arguments: list[str], server_module: str = "inference_server") ->
         return ray_cluster.RemoteProcess(name, agent, prepare, logs / f"{name}.log", config.start_timeout_s)
 
     def start_learner(*, again: bool) -> list[Process]:
-        rendezvous = Rendezvous(config.ranks, commands.servers)
+        rendezvous = RankRendezvous(config.ranks, commands.servers)
 
-        def prepare(rank: int, host: Host) -> RemoteCommand:
+        def prepare(rank: int, host: BundleLocation) -> RemoteCommand:
             hosts = rendezvous.join(rank, host, config.start_timeout_s)
             return commands.rank(rank, hosts, rendezvous.first_server(config.start_timeout_s), again=again)
 

@@ -28,7 +28,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from deploy.ray_placement import Host, RemoteCommand
+from deploy.ray_placement import BundleLocation, RemoteCommand
 from deploy.supervisor import GRACE_S, POLL_S, copy_output, start_process
 from protocol.errors import ConfigError, DeadlineExceeded, SlipstreamError
 from protocol.installation import module_command
@@ -57,10 +57,10 @@ class Agent:
         self._has_started = threading.Condition()
 
     @ray.method(max_task_retries=-1)  # while Ray starts this agent again
-    def host(self) -> Host:
+    def host(self) -> BundleLocation:
         """Return where this agent is, with ports that are free now."""
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "") if ray.get_gpu_ids() else ""
-        return Host(
+        return BundleLocation(
             node=ray.get_runtime_context().get_node_id(),
             address=ray.util.get_node_ip_address(),
             ports=free_ports(),
@@ -169,7 +169,12 @@ class RemoteProcess:
     """A process in a bundle, whose output is copied to the console, prefixed, and to a file."""
 
     def __init__(
-        self, name: str, agent: Any, prepare: Callable[[Host], RemoteCommand], log_file: Path, start_timeout_s: float
+        self,
+        name: str,
+        agent: Any,
+        prepare: Callable[[BundleLocation], RemoteCommand],
+        log_file: Path,
+        start_timeout_s: float,
     ) -> None:
         self.name = name
         self.returncode: int | None = None
@@ -222,7 +227,7 @@ class RemoteProcess:
                 if self.returncode is None:
                     self._end(code)
 
-    def _host(self) -> Host:
+    def _host(self) -> BundleLocation:
         """Return where the agent is.
 
         Raises:

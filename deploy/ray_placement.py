@@ -1,6 +1,6 @@
 """What runs where on a Ray cluster: the resources of each bundle, and the command of each server and rank.
 
-    [deploy.ray] ─▶ bundles ─▶ Ray ─▶ Host of each ─▶ RemoteCommand: arguments, and the environment of torchrun
+    [deploy.ray] ─▶ bundles ─▶ Ray ─▶ BundleLocation ─▶ RemoteCommand: arguments, and the environment of torchrun
 
     every server ─ its endpoint ─▶ RUN_DIR/servers.txt ─▶ learner (endpoints_from)
 
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import msgspec
 
 from deploy.arguments import Launch, evaluation_flags
-from deploy.placement import RankPlace, RayConfig
+from deploy.placement import RankPosition, RayConfig
 from inference_server.config import ServerRun
 from protocol.channel.keys import make_keys
 from protocol.config import DEFAULT_ENDPOINT
@@ -27,8 +27,8 @@ from protocol.endpoint import join_address
 from protocol.errors import ConfigError, DeadlineExceeded
 
 
-class Host(NamedTuple):
-    """Place that Ray gave to a bundle."""
+class BundleLocation(NamedTuple):
+    """Node, ports and GPUs that Ray gave to a bundle."""
 
     node: str
     address: str
@@ -110,19 +110,19 @@ class ServerList:
             ) from error
         self.header = f"# Servers of the driver {secrets.token_hex(8)}.\n"
         """First line. A node that sees it, sees the driver's run directory."""
-        self._hosts: dict[str, Host] = {}
+        self._hosts: dict[str, BundleLocation] = {}
         self._lock, self._has_any = threading.Lock(), threading.Event()
         self._write()
 
-    def put(self, name: str, host: Host) -> None:
-        """Set where a server is, in place of where it was."""
+    def put(self, name: str, host: BundleLocation) -> None:
+        """Set the location of a server, which may have moved."""
         with self._lock:
             self._hosts[name] = host
             self._write()
         self._has_any.set()
 
-    def first(self, timeout_s: float) -> Host:
-        """Wait until a server has a place; return the place of the first one.
+    def first(self, timeout_s: float) -> BundleLocation:
+        """Wait until a server has a node; return the location of the first one.
 
         Raises:
             DeadlineExceeded: If none has one within `timeout_s`.
@@ -142,7 +142,7 @@ class ServerList:
         os.replace(new, self.path)
 
 
-def endpoint_of(host: Host) -> str:
+def endpoint_of(host: BundleLocation) -> str:
     return f"tcp://{join_address(host.address, host.ports[0])}"
 
 
@@ -180,7 +180,7 @@ class Commands(msgspec.Struct, frozen=True, kw_only=True):
         public = Path(self.keys) / "server.pub"
         return {str(public): public.read_text("utf-8")} if public.exists() else {}
 
-    def server(self, name: str, host: Host) -> RemoteCommand:
+    def server(self, name: str, host: BundleLocation) -> RemoteCommand:
         """Return the command of a server, and list its endpoint."""
         self.servers.put(name, host)
         has_http = self.launch.server_run.server.http_port != 0
@@ -194,7 +194,7 @@ class Commands(msgspec.Struct, frozen=True, kw_only=True):
             needed_files=self._created_keys,
         )
 
-    def rank(self, rank: int, hosts: Sequence[Host], server: Host, *, again: bool) -> RemoteCommand:
+    def rank(self, rank: int, hosts: Sequence[BundleLocation], server: BundleLocation, *, again: bool) -> RemoteCommand:
         """Return the command of a rank. All ranks of a start need the same `server`, which evaluates."""
         arguments = [*self.launch.learner, "--endpoints-from", f"file:{self.servers.path}", *self._keys]
         if self._evaluates:
@@ -208,16 +208,16 @@ class Commands(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Rendezvous:
+class RankRendezvous:
     """Meeting of the ranks of one start, at which each learns where the others and the first server are."""
 
     def __init__(self, num_ranks: int, servers: ServerList) -> None:
         self._servers = servers
-        self._hosts: list[Future[Host]] = [Future() for _ in range(num_ranks)]
+        self._hosts: list[Future[BundleLocation]] = [Future() for _ in range(num_ranks)]
         self._lock = threading.Lock()
-        self._first: Host | None = None
+        self._first: BundleLocation | None = None
 
-    def join(self, rank: int, host: Host, timeout_s: float) -> list[Host]:
+    def join(self, rank: int, host: BundleLocation, timeout_s: float) -> list[BundleLocation]:
         """Return where all ranks are. Blocks until each has a node.
 
         Raises:
@@ -232,8 +232,8 @@ class Rendezvous:
                 "GPUs, or raise that key"
             ) from error
 
-    def first_server(self, timeout_s: float) -> Host:
-        """Wait until a server has a place; return the same one to all ranks, also if the list changes meanwhile.
+    def first_server(self, timeout_s: float) -> BundleLocation:
+        """Wait until a server has a node; return the same one to all ranks, also if the list changes meanwhile.
 
         Raises:
             DeadlineExceeded: If none has one within `timeout_s`.
@@ -244,7 +244,7 @@ class Rendezvous:
             return self._first
 
 
-def rank_environment(bundle: int, hosts: Sequence[Host]) -> dict[str, str]:
+def rank_environment(bundle: int, hosts: Sequence[BundleLocation]) -> dict[str, str]:
     """Return what torchrun would set for the rank of a bundle. The ranks of a node see the GPUs of all of them.
 
     Ranks are numbered node by node, also if Ray mixes the bundles: learner.sharding = "hybrid" shards the policy over
@@ -256,11 +256,11 @@ def rank_environment(bundle: int, hosts: Sequence[Host]) -> dict[str, str]:
     order = sorted(range(len(hosts)), key=lambda other: nodes.index(nodes[other]))
     on_node = [other for other in order if nodes[other] == nodes[bundle]]
     gpus = [gpu for other in on_node for gpu in hosts[other].gpus]
-    place = RankPlace(
+    position = RankPosition(
         rank=order.index(bundle), num_ranks=len(hosts), local_rank=on_node.index(bundle), local_num_ranks=len(on_node)
     )  # fmt: skip
     address, port = hosts[0].address, hosts[0].ports[0]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} | place.environment(address, port, on_gpu=bool(gpus))
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} | position.environment(address, port, on_gpu=bool(gpus))
 
 
 def keys_of(launch: Launch) -> str | None:

@@ -15,7 +15,7 @@ CPU_KV_MIB = 2048
 Tokens = Annotated[int, msgspec.Meta(ge=2, lt=1 << 31)]
 """Range of a prompt plus its completion, in tokens. vLLM counts them in 32 bits."""
 BlockSize = Annotated[int, msgspec.Meta(gt=0, le=4096)]
-Places = Annotated[int, msgspec.Meta(gt=0, le=1 << 16)]
+SequenceCount = Annotated[int, msgspec.Meta(gt=0, le=1 << 16)]
 """Range of a number of sequences. vLLM has tables with one row per sequence."""
 Copies = Annotated[int, msgspec.Meta(gt=0, le=1024)]
 """Range of a number of workers or replicas. Each is one or more processes."""
@@ -33,7 +33,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     max_model_len: Tokens | None = None
     """Maximum length of prompt plus completion, in tokens. Unset: the maximum in the model's config."""
-    max_concurrent_sequences: Places = 256
+    max_concurrent_sequences: SequenceCount = 256
     """Maximum number of sequences in one decoding step of each replica. Further sequences wait inside the
     engine."""
     reserved_sequences: Annotated[int, msgspec.Meta(ge=0, le=1 << 16)] | None = None

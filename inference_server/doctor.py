@@ -11,19 +11,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
+from inference_server import preparation
 from inference_server.config import ServerRun
 from inference_server.engine.installed_vllm import SUPPORTED, check_vllm, installed_version
 from inference_server.engine.memory import gpu_memory_bytes
 from inference_server.engine.vllm_names import all_names
 from inference_server.http_access import listen, read_api_key
-from inference_server.preparation import (
-    MIB,
-    WITHOUT_COPY,
-    check_block_size,
-    check_quantization,
-    check_room,
-    needed_bytes,
-)
+from inference_server.preparation import MIB, WITHOUT_COPY, needed_bytes
 from protocol import console
 from protocol.builtin_models import cache_dir
 from protocol.channel.keys import learner_keys, server_keys
@@ -63,30 +57,30 @@ def doctor_command(arguments: Sequence[str]) -> int:
 
 def examine(run: ServerRun) -> Iterator[Finding]:
     if run.server.node_rank == 0:  # the other nodes of a server only run workers
-        yield from addresses(run)
+        yield from check_addresses(run)
     yield ok("versions", f"slipstream-rl {package_version()}, protocol {PROTOCOL_VERSION}")
     yield unknown("clock", "`slipstream doctor` compares it, like keys and bandwidth, while this server runs")
     yield dtype_finding(run.computes_in)
-    yield from resources(run)
-    yield from transports(run)
-    known = vllm_names()
+    yield from check_resources(run)
+    yield from check_transports(run)
+    known = check_vllm_names()
     yield known
     if known.verdict == "ok" and run.server.vllm:
-        yield vllm_arguments(run)
+        yield check_vllm_arguments(run)
     if run.server.openai_keys:
-        yield openai_options(run)
+        yield check_openai_keys(run)
 
 
-def addresses(run: ServerRun) -> Iterator[Finding]:
-    found = names(run.endpoint)
+def check_addresses(run: ServerRun) -> Iterator[Finding]:
+    found = check_names(run.endpoint)
     yield found
     if found.verdict == "ok":
-        yield port(run.endpoint)
-    yield http(run)
-    yield keys(run.keys)
+        yield check_port(run.endpoint)
+    yield check_http(run)
+    yield check_keys(run.keys)
 
 
-def names(endpoint: str) -> Finding:
+def check_names(endpoint: str) -> Finding:
     """Check that the endpoint's host is an address of this machine."""
     host, _ = split_endpoint(endpoint)
     if host == "*":
@@ -111,7 +105,7 @@ def names(endpoint: str) -> Finding:
     return ok("names", f"{host} is this machine's {address[0]}")
 
 
-def port(endpoint: str) -> Finding:
+def check_port(endpoint: str) -> Finding:
     async def bind() -> str:
         with closing(ServerChannel(endpoint, insecure=True)) as channel:  # the channel is never read
             return channel.endpoint
@@ -122,7 +116,7 @@ def port(endpoint: str) -> Finding:
         return problem_of("port", error, "choose another port with `endpoint`")
 
 
-def http(run: ServerRun) -> Finding:
+def check_http(run: ServerRun) -> Finding:
     try:
         key = read_api_key(run.server, insecure=run.insecure)
         listener = listen(run.server)
@@ -135,7 +129,7 @@ def http(run: ServerRun) -> Finding:
     return ok("http", f"{join_address(host, number)} is free, {'with' if key else 'without'} an API key")
 
 
-def keys(directory: str | None) -> Finding:
+def check_keys(directory: str | None) -> Finding:
     """Check the keys: readable, at least one learner allowed, server.pub matching."""
     if directory is None:
         return ok("keys", "none: every peer that reaches the endpoint is accepted")
@@ -161,7 +155,7 @@ def keys(directory: str | None) -> Finding:
     return ok("keys", f"{len(own.allowed())} learner(s) are allowed")
 
 
-def resources(run: ServerRun) -> Iterator[Finding]:
+def check_resources(run: ServerRun) -> Iterator[Finding]:
     """Yield the findings about the model, the disk and the memory.
 
     The KV cache gets what the weights leave of the configured share of memory.
@@ -179,10 +173,10 @@ def resources(run: ServerRun) -> Iterator[Finding]:
         return
     config = run.server
     if config.quantized_parts:
-        yield quantization(run, path)
+        yield check_quantization(run, path)
     try:
-        check_block_size(run, path)
-        check_room(run, path)
+        preparation.check_block_size(run, path)
+        preparation.check_room(run, path)
     except ConfigError as error:
         yield problem_of("resources", error, "lower the keys that it names")
         return
@@ -212,15 +206,15 @@ def resources(run: ServerRun) -> Iterator[Finding]:
     yield memory_finding("a worker's weights", weights, share, remedy)
 
 
-def quantization(run: ServerRun, model_path: Path) -> Finding:
+def check_quantization(run: ServerRun, model_path: Path) -> Finding:
     try:
-        check_quantization(run, model_path)
+        preparation.check_quantization(run, model_path)
     except ConfigError as error:
         return problem_of("quantization", error, "change server.quantization")
     return ok("quantization", f"{run.server.quantized_parts}; each weight sync is quantized")
 
 
-def transports(run: ServerRun) -> Iterator[Finding]:
+def check_transports(run: ServerRun) -> Iterator[Finding]:
     """Check the transports that need an installation, if weight syncs would use them."""
     wanted = run.learner.get("weight_sync", {}).get("transport", "auto")
     if gpu_memory_bytes() is None:
@@ -242,7 +236,7 @@ def transports(run: ServerRun) -> Iterator[Finding]:
             yield problem_of(name, PushError(reason), 'set learner.weight_sync.transport = "tcp"')
 
 
-def vllm_names() -> Finding:
+def check_vllm_names() -> Finding:
     """Check that the server supports the installed vLLM, down to function parameters."""
     try:
         check_vllm()
@@ -251,7 +245,7 @@ def vllm_names() -> Finding:
     return ok("vllm_names", f"{installed_version()} has all {len([*all_names()])} names that the server uses")
 
 
-def vllm_arguments(run: ServerRun) -> Finding:
+def check_vllm_arguments(run: ServerRun) -> Finding:
     """Check that vLLM has these arguments and types, and that the server allows them."""
     # Imports vLLM, which takes seconds.
     from inference_server.engine.vllm_args import added_arguments, own_arguments
@@ -263,7 +257,7 @@ def vllm_arguments(run: ServerRun) -> Finding:
     return ok("vllm", f"accepts {', '.join(run.server.vllm)}")
 
 
-def openai_options(run: ServerRun) -> Finding:
+def check_openai_keys(run: ServerRun) -> Finding:
     """Check that vLLM knows the parsers and can read the chat template."""
     # Imports vLLM, which takes seconds.
     from inference_server.engine.openai_options import check_openai_options

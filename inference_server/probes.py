@@ -37,7 +37,7 @@ class ProbeHandler:
             dtype=self._engine.limits.dtype,
             quantization=self._engine.limits.quantization,
             transports=self._life.transports,
-            devices=[place.device for place in self._life.places],
+            devices=[worker.device for worker in self._life.workers],
         )
         await self._channel.send(peer, server_info)
 

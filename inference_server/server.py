@@ -291,7 +291,7 @@ class Server:
             Welcome(
                 server_id=self._server_id, policy_version=self._pushes.version_of_run, num_workers=limits.num_workers,
                 dtype=limits.dtype, transports=self._life.transports,
-                devices=[place.device for place in self._life.places],
+                devices=[worker.device for worker in self._life.workers],
                 max_model_len=limits.max_model_len,
                 max_concurrent_sequences=limits.max_concurrent_sequences, is_untouched=self._pushes.engine_is_untouched,
                 num_replicas=limits.num_replicas, max_lora_rank=limits.max_lora_rank,

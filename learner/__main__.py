@@ -142,10 +142,10 @@ def evaluate_command(arguments: list[str]) -> None:
     import msgspec
 
     from learner.evaluation.evaluate import evaluate
-    from learner.evaluation.results import as_text
+    from learner.evaluation.results import format_evaluation
 
     for made in evaluate(run.in_effect()):
-        print(msgspec.json.encode(made).decode() if as_json else as_text(made))
+        print(msgspec.json.encode(made).decode() if as_json else format_evaluation(made))
 
 
 def _selected_run(
@@ -187,12 +187,13 @@ def self_test_command(arguments: list[str]) -> None:
     _prepare_to_compute(run)
     import msgspec
 
-    from learner.doctor.noise import as_text, problems
+    from learner.doctor.noise import format_measurement, problems
     from learner.doctor.self_test import self_test
 
     measured = self_test(run)
     found = problems(measured)
-    print(msgspec.json.encode({"measured": measured, "problems": found}).decode() if as_json else as_text(measured))
+    result = {"measured": measured, "problems": found}
+    print(msgspec.json.encode(result).decode() if as_json else format_measurement(measured))
     if found:
         raise ParityError("\n       ".join(found))
     if not as_json:
@@ -215,24 +216,24 @@ def report(run_dir: Path, *, as_json: bool) -> None:
     import msgspec
 
     from learner.report.page import write_report
-    from learner.report.summary import as_text, summarize
+    from learner.report.summary import format_summary, summarize
 
     summary = summarize(run_dir)
     if as_json:
         print(msgspec.json.encode(summary).decode())
     else:
-        print(f"\n{as_text(summary)}\n\nreport: {write_report(run_dir)}")
+        print(f"\n{format_summary(summary)}\n\nreport: {write_report(run_dir)}")
 
 
 def report_end(run_dir: Path) -> None:
     """Print the report of a finished run in the console's format."""
     from learner.report.page import write_report
-    from learner.report.summary import as_text, summarize
+    from learner.report.summary import format_summary, summarize
 
     if console.output_mode().has_bars:
         report(run_dir, as_json=False)
     else:
-        console.say(f"{as_text(summarize(run_dir))}\n\nreport: {write_report(run_dir)}")
+        console.say(f"{format_summary(summarize(run_dir))}\n\nreport: {write_report(run_dir)}")
 
 
 def compare_runs(run_dirs: Sequence[Path], *, as_json: bool) -> None:

@@ -44,12 +44,12 @@ from learner.servers.parity import (
     check_identity,
     score_fresh_server,
 )
-from learner.servers.quantization import check_joiner, has_quantized, log_correction
+from learner.servers.quantization import has_quantized, log_correction
 from learner.servers.sync_check import ExpectedAnswers, SyncCheck
 from learner.servers.weight_sync import WeightSync
 from learner.storage.checkpoint import read_pass_rates, read_state
 from learner.storage.run_dir import RunDir, check_data, record_data
-from learner.training.metrics import Devices, StepTimer, memory_metrics, pop_mismatches, staleness, throughput
+from learner.training.metrics import Devices, StepTimer, memory_metrics, staleness, throughput
 from protocol.endpoint import exposure
 from protocol.errors import ConfigError, DataError, DeadlineExceeded, ParityError, ServerLost
 from protocol.messages import PROTOCOL_VERSION, Hello, new_learner_id
@@ -134,7 +134,12 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             dashboard = start_dashboard(fleet.loop, run_dir.path, config.report, cleanup, config.steps)
             run_log = RunLog(run_dir, config.report, config.steps, dashboard)
             cleanup.callback(run_log.close)
-            weight_sync = WeightSync(fleet, published, config.weight_sync, partial(check_joins, run_inputs, fleet))
+            weight_sync = WeightSync(
+                fleet,
+                published,
+                config.weight_sync,
+                lambda member: check_fits(run_inputs, member, is_quantized=fleet.is_quantized),
+            )
             cleanup.callback(weight_sync.close)
             cleanup.callback(evaluations.close)
             evaluations.start(workers)
@@ -265,9 +270,14 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             when_done()
         return report.metrics() if report is not None else {}
 
-    def record(self, step: int, groups: list[RolloutGroup], metrics: dict[str, float], timer: StepTimer) -> None:
-        """Log the step, and stop the run if server and learner no longer agree."""
-        of_servers = pop_mismatches(metrics, groups)
+    def record(
+        self, step: int, groups: list[RolloutGroup], metrics: dict[str, float], mismatches: dict[str, float],
+        timer: StepTimer,
+    ) -> None:  # fmt: skip
+        """Log the step, and stop the run if server and learner no longer agree.
+
+        `mismatches` has the mean |Δ logprob| of each server.
+        """
         metrics |= self.parity.pop_metrics()
         times = timer.pop_metrics()
         metrics |= times
@@ -291,7 +301,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             log.warning(
                 "no completion of step %d could be scored: every reward function returned None or timed out", step
             )
-        self.parity.check_fresh(of_servers)
+        self.parity.check_fresh(mismatches)
 
     def _columns_of(self, group: RolloutGroup) -> Mapping[str, Any]:
         return self.run_inputs.prompts.prompt_at(self.ledger.position_of(group.slot)).columns
@@ -327,7 +337,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         fresh_scores: dict[Member, FreshServerScores | None] = {}
         for member in members:
             with self._at_the_cost_of(member):
-                check_joins(self.run_inputs, self.fleet, member)
+                check_fits(self.run_inputs, member, is_quantized=self.fleet.is_quantized)
                 fresh_scores[member] = score_fresh_server(run, self.parity, member, version)
         if fresh_scores:
             self.weight_sync.send(version, list(fresh_scores))
@@ -354,12 +364,6 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                 raise
             log.warning("parity could not be measured: %s", error)
             self.weight_sync.failed(member)
-
-
-def check_joins(run_inputs: RunInputs, fleet: Fleet, member: Member) -> None:
-    """Raise ConfigError, DataError or ServerLost unless a server fits the run and its correction."""
-    check_fits(run_inputs, member)
-    check_joiner(run_inputs.run, member, is_quantized=fleet.is_quantized)
 
 
 def _open_fleet(run_inputs: RunInputs, run_dir: RunDir, cleanup: ExitStack) -> Fleet:

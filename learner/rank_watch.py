@@ -29,6 +29,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast
 
 from protocol.errors import TRANSIENT_ERROR, RankFailed, SlipstreamError
+from protocol.line_socket import keep_alive, send_line
 
 log = logging.getLogger(__name__)
 
@@ -36,12 +37,6 @@ END_S = 20.0
 """Time for an orderly end after a rank has died: to close the records, and perhaps complete a checkpoint."""
 MEET_S = 30.0
 """Time for the ranks to connect, which all do at the same moment."""
-KEEPALIVE = {
-    socket.TCP_KEEPIDLE: 2,
-    socket.TCP_KEEPINTVL: 2,
-    socket.TCP_KEEPCNT: 3,
-}
-"""Keepalive settings. A silent host counts as lost after 8 s."""
 NEWS_S = 2.0
 """Maximum time from the effect of a death on a collective to the news of the death."""
 COLLECTIVE_FAILED = re.compile(r"gloo/|NCCL|ProcessGroup")
@@ -97,7 +92,7 @@ class RankWatch:
     def cause_of(self, error: BaseException) -> BaseException:
         """Return the error with which this rank ends.
 
-        If another rank died, this is SystemExit, because `_note` has reported the death. Its code is that of a
+        If another rank died, this is SystemExit, because `_report_loss` has reported the death. Its code is that of a
         crash: on a network that was interrupted, every rank counts the others as dead. If another rank hangs,
         this is RankFailed. Otherwise, it is `error` itself.
         """
@@ -124,7 +119,7 @@ class RankWatch:
         self._is_over.set()
         with self._lock:
             for connection in self._connections:
-                _send(connection, RankFarewell())
+                send_line(connection, RankFarewell())
 
     def close(self) -> None:
         """Stop watching; if another rank has died, this rank still ends by force."""
@@ -185,11 +180,9 @@ class RankWatch:
                 log.debug("%d ranks have not connected to rank 0", self._num_ranks - 1 - len(self._connections))
 
     def _begin(self, connection: socket.socket, greeting: Greeting) -> None:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in KEEPALIVE.items():
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        keep_alive(connection)
         # Not sent by the thread, so that a rank that dies before the thread starts is known by name.
-        _send(connection, greeting)
+        send_line(connection, greeting)
         _start(self._listen_to, connection, greeting)
 
     def _listen_to(self, connection: socket.socket, greeting: Greeting) -> None:
@@ -204,11 +197,11 @@ class RankWatch:
             self._connections.append(connection)
         for line in lines:
             if isinstance(line, RankLoss):
-                self._note(line)
+                self._report_loss(line)
             return
-        self._note(RankLoss(rank=other.rank, process=other.process))
+        self._report_loss(RankLoss(rank=other.rank, process=other.process))
 
-    def _note(self, lost: RankLoss) -> None:
+    def _report_loss(self, lost: RankLoss) -> None:
         """Report the first lost rank, and end this process after END_S.
 
         Rank 0 notifies the other ranks. The report is printed at once, because a launcher may end this rank
@@ -220,7 +213,7 @@ class RankWatch:
             self._lost = lost
             if self._rank == 0:
                 for connection in self._connections:
-                    _send(connection, lost)
+                    send_line(connection, lost)
         if self._reports_loss:
             print(f"error: {lost}", file=sys.stderr, flush=True)
         self._has_news.set()
@@ -238,11 +231,6 @@ def _listen(host: str) -> socket.socket:
 
 def _start(target: Callable[..., None], *args: Any) -> None:
     threading.Thread(target=target, args=args, name="rank-watch", daemon=True).start()
-
-
-def _send(connection: socket.socket, line: Line) -> None:
-    with suppress(OSError):  # the peer has ended
-        connection.sendall(msgspec.json.encode(line) + b"\n")
 
 
 def _lines(connection: socket.socket) -> Iterator[Line]:

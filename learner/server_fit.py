@@ -4,13 +4,14 @@ from learner.policy.rope import check_server_rope
 from learner.run_inputs import RunInputs
 from learner.servers.membership import Member
 from learner.servers.parity import check_dtype
+from learner.servers.quantization import check_joiner
 from protocol.channel.sockets import MAX_SERVER_FRAME_BYTES
 from protocol.errors import ConfigError, DataError, ServerLost
 from protocol.messages import RoutingShape, Welcome
 
 
-def check_fits(run_inputs: RunInputs, member: Member) -> None:
-    """Raise an error unless the server fits the run.
+def check_fits(run_inputs: RunInputs, member: Member, *, is_quantized: bool | None) -> None:
+    """Raise an error unless the server fits the run and its off-policy correction (see check_joiner).
 
     Raises:
         ConfigError: The config requires something that the server does not have.
@@ -39,6 +40,7 @@ def check_fits(run_inputs: RunInputs, member: Member) -> None:
             f"is more than max_model_len = {welcome.max_model_len} of the server at {member.endpoint}. Raise "
             "server.max_model_len, lower learner.sampling.max_tokens, or filter the data"
         )
+    check_joiner(run, member, is_quantized=is_quantized)
 
 
 def check_experts(expected: RoutingShape | None, endpoint: str, welcome: Welcome) -> None:

@@ -30,7 +30,7 @@ from learner.storage.retention import Checkpoints, LearnerRecords
 from learner.storage.run_dir import open_run_dir
 from learner.training.distributed import ranks_of, share_groups
 from learner.training.metrics import StepTimer, group_metrics
-from learner.training.policy_trainer import make_trainer
+from learner.training.policy_trainer import PolicyTrainer, make_trainer
 from learner.training.step import train_on
 from protocol.signals import Interrupt
 
@@ -96,25 +96,34 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
         gc.freeze()  # spares the garbage collector from scanning torch's permanent objects again and again
         cleanup.callback(gc.unfreeze)
 
-        timer = StepTimer()
-        for step in range(version + 1, config.steps + 1):
-            interrupt.is_elsewhere = any_rank(accelerator, interrupt.requested)  # some signals reach only one node
-            if interrupt.requested:
-                break
-            with timer("wait_for_batch"):
-                groups = share_groups(accelerator, lead(Controller.next_batch, version, interrupt))
-            if groups is None:
-                break
-            metrics = train_on(trainer, groups, version, timer)
-            with timer("weight_sync"):
-                metrics |= lead(Controller.sync_weights, step, groups) or {}
-            metrics |= group_metrics(groups, version)
-            version = step
-            metrics |= trainer.after_step(version, metrics) | checkpoints.pop_metrics()
-            lead(Controller.record, step, groups, metrics, timer)
-            with timer("checkpoint"):
-                checkpoints.after_step(step, metrics)
+        version = _run_steps(trainer, lead, checkpoints, version, interrupt)
         checkpoints.save(version)
         lead(Controller.finish, version, interrupt)
         checkpoints.wait()
     return run_dir.path if run_dir and version else None
+
+
+def _run_steps(
+    trainer: PolicyTrainer, lead: RankZero, checkpoints: Checkpoints, version: int, interrupt: Interrupt
+) -> int:
+    """Train until `learner.steps` or an interrupt; return the version reached."""
+    accelerator, timer = trainer.accelerator, StepTimer()
+    for step in range(version + 1, trainer.config.steps + 1):
+        interrupt.is_elsewhere = any_rank(accelerator, interrupt.requested)  # some signals reach only one node
+        if interrupt.requested:
+            break
+        with timer("wait_for_batch"):
+            groups = share_groups(accelerator, lead(Controller.next_batch, version, interrupt))
+        if groups is None:
+            break
+        metrics = train_on(trainer, groups, version, timer)
+        mismatches = trainer.mismatch.pop_by_server(accelerator, groups)
+        with timer("weight_sync"):
+            metrics |= lead(Controller.sync_weights, step, groups) or {}
+        metrics |= group_metrics(groups, version)
+        version = step
+        metrics |= trainer.after_step(version, metrics) | checkpoints.pop_metrics()
+        lead(Controller.record, step, groups, metrics, mismatches, timer)
+        with timer("checkpoint"):
+            checkpoints.after_step(step, metrics)
+    return version

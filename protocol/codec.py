@@ -20,6 +20,8 @@ Frames = Sequence[Any]
 """Frames of a message: bytes, or frames as received by ZeroMQ, whose arrays then need no copy."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+MAX_DIMENSIONS = 3
+"""Maximum number of dimensions of an array: routed experts have a token, a layer and a rank of the choice."""
 MAX_DETAIL_CHARACTERS = 300
 """Maximum length of the detail in a decoding error, which may quote megabytes of input."""
 
@@ -78,7 +80,9 @@ class Decoder(Generic[M]):
         shape = size if isinstance(size, list) else [size]
         try:
             array = np.frombuffer(self._arrays[index], DTYPES[name])
-            fits = index == self._num_taken and all(type(length) is int and length >= 0 for length in shape)
+            # The bounds come first: a product of many factors would take minutes.
+            fits = index == self._num_taken and len(shape) <= MAX_DIMENSIONS
+            fits = fits and all(type(length) is int and 0 <= length < 1 << 31 for length in shape)
             fits = fits and math.prod(shape) == len(array)
             array = array.reshape(shape) if fits else array
         except (LookupError, TypeError, ValueError):

@@ -126,17 +126,17 @@ def memory_finding(where: str, needed: int, free: int, remedy: str) -> Finding:
 
 def disk_finding(path: Path, what: str, needed: int | None) -> Finding:
     """Report whether `path` is writable and has room for `needed` bytes (None: unknown). It need not exist yet."""
-    place = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
-    if not os.access(place, os.W_OK):
+    folder = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    if not os.access(folder, os.W_OK):
         return problem(
             "disk",
-            f"{place} is not writable for {what}",
+            f"{folder} is not writable for {what}",
             f"chown it, or choose another directory for {what}",
         )
-    free = shutil.disk_usage(place).free
+    free = shutil.disk_usage(folder).free
     if needed is None:
-        return unknown("disk", f"the size of {what} is unknown; {_gib(free)} are free in {place}")
-    text = f"{what} needs about {_gib(needed)} in {place}, {_gib(free)} are free"
+        return unknown("disk", f"the size of {what} is unknown; {_gib(free)} are free in {folder}")
+    text = f"{what} needs about {_gib(needed)} in {folder}, {_gib(free)} are free"
     return (
         ok("disk", text)
         if needed <= free

@@ -19,9 +19,8 @@ def version_line(program: str) -> str:
 
     Servers and learners of the same protocol version work together.
     """
-    from protocol.messages import (
-        PROTOCOL_VERSION,
-    )  # imports packages that processes of environments and rewards may not have
+    # Imports packages that processes of environments and rewards may not have.
+    from protocol.messages import PROTOCOL_VERSION
 
     try:
         version = importlib.metadata.version(DISTRIBUTION)

@@ -122,10 +122,8 @@ def _trainable(path: Path, name: str) -> Path:
         )
     if (method := quantization(path)) is not None:
         raise ConfigError(
-            f"model = {name!r} is quantized ({method}); expected weights in bfloat16, float16 or float32, because "
-            "training changes the weights directly, and a weight sync sends no quantized ones. Set model to the original "
-            "checkpoint, or load it with transformers, call `dequantize()` and save it with `save_pretrained`. For a "
-            "quantized server, set server.quantization, which quantizes each weight sync"
+            f"model = {name!r} is quantized ({method}), but only bfloat16, float16 and float32 weights can be trained; "
+            "set model to the original checkpoint, and server.quantization if the server should quantize"
         )
     return path
 

@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -25,7 +25,7 @@ from inference_server.engine.interface import (
     EngineLimits,
     PushOrder,
     Sampled,
-    WorkerPlace,
+    WorkerInfo,
     WorkerReport,
 )
 from inference_server.server import Server
@@ -84,8 +84,8 @@ class ScriptedEngine:
         self._open.set()
         self._receiver: Any = None
 
-    async def places(self) -> Sequence[WorkerPlace]:
-        return [WorkerPlace(device="cpu", transports=["tcp"], pid=os.getpid())] * self.limits.num_workers
+    async def workers(self) -> Sequence[WorkerInfo]:
+        return [WorkerInfo(device="cpu", transports=["tcp"], pid=os.getpid())] * self.limits.num_workers
 
     async def generate(
         self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str, experts_from: int | None
@@ -167,23 +167,27 @@ class ScriptedEngine:
         return [await asyncio.to_thread(self._load, order)]
 
     def _load(self, order: PushOrder) -> WorkerReport:
-
         weights: dict[str, Any] = {}
-        receiver = self._own_receiver()
+        receiver, is_intact = self._own_receiver(), True
         try:
             for arrived in receiver.buckets(order):
-                weights.update((name, tensor.clone()) for name, tensor in arrived.bucket.views(arrived.buffer))
+                is_intact = False
+                self._take(arrived.bucket.views(arrived.buffer), weights)
         except PushError as error:
             receiver.leave()
             return report(
                 ok=False,
                 state="receiving",
-                weights_intact=not weights,
+                weights_intact=is_intact,
                 error=str(error),
                 interrupted=isinstance(error, PushInterrupted),
             )
         self.weights = weights
         return report(checksum=receiver.checksum, receive_s=receiver.receive_s)
+
+    def _take(self, views: Iterable[tuple[str, Any]], weights: dict[str, Any]) -> None:
+        """Add a bucket's tensors, which are valid only during the call, to the weights of the push."""
+        weights.update((name, tensor.clone()) for name, tensor in views)
 
     def _own_receiver(self) -> Any:
         import torch

@@ -22,7 +22,7 @@ import learner.servers.link
 import learner.servers.sync_source
 import protocol.transports.tcp
 from inference_server.config import ServerConfig
-from inference_server.engine.interface import EngineDead, PushOrder, WorkerReport
+from inference_server.engine.interface import EngineDead, PushOrder
 from learner.config import LearnerRun
 from learner.prompts.prompts import Prompt, Prompts
 from learner.rewards.scoring import Scorer
@@ -34,10 +34,10 @@ from learner.rollouts.rollouts import Rollouts
 from learner.servers.fleet import Fleet
 from learner.servers.loop_thread import LoopThread
 from learner.servers.weight_sync import WeightSync
-from protocol.errors import PushError, PushInterrupted, SlipstreamError
+from protocol.errors import SlipstreamError
 from protocol.messages import PROTOCOL_VERSION, Hello, ModelFingerprint, Sampling, new_learner_id
 from protocol.weights.buckets import make_manifest
-from tests.fakes import ScriptedEngine, report, serving
+from tests.fakes import ScriptedEngine, serving
 from tests.fingerprint import MODEL
 from tests.learner.runs import make_run
 from tests.push_traps import PUSH_TIMEOUT_S, TRAPS, Trap, TrappedTcp
@@ -113,22 +113,9 @@ class InPlaceEngine(ScriptedEngine):
         await asyncio.sleep(TRAPS.reach("joining"))
         return await super().load_push(order)
 
-    def _load(self, order: PushOrder) -> WorkerReport:
-        receiver, is_intact = self._own_receiver(), True
-        try:
-            for arrived in receiver.buckets(order):
-                is_intact = False
-                self.weights |= {name: tensor.clone() for name, tensor in arrived.bucket.views(arrived.buffer)}
-        except PushError as error:
-            receiver.leave()
-            return report(
-                ok=False,
-                state="receiving",
-                weights_intact=is_intact,
-                error=str(error),
-                interrupted=isinstance(error, PushInterrupted),
-            )
-        return report(checksum=receiver.checksum)
+    def _take(self, views: Iterable[tuple[str, torch.Tensor]], weights: dict[str, torch.Tensor]) -> None:
+        super()._take(views, weights)
+        self.weights |= weights
 
     async def set_version(self, version: int) -> None:
         await asyncio.sleep(TRAPS.reach("labelling"))

@@ -1,12 +1,9 @@
 """Learner ranks under torchrun on two hosts: each with its own disk, and one directory that both mount."""
 
-import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import Popen
 
-import psutil
 import pytest
 import torch
 
@@ -18,13 +15,12 @@ from protocol.config import to_toml
 from tests.learner.checkpoints import weights_of
 from tests.learner.model_engine import tiny_server
 from tests.learner.runs import GROUPS_PER_STEP, make_run, seeded
-from tests.two_hosts import TwoHosts, why_not
+from tests.two_hosts import TwoHosts, power_off, steps_of, wait_for, why_not
 from tests.wire import DEVICE
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
 PORT, MASTER_PORT = 5757, 29400
-TIMEOUT_S = 240.0
 FOREVER = 100_000
 
 
@@ -65,18 +61,13 @@ class Nodes:
             )  # fmt: skip
 
     def wait_for(self, is_so: Callable[[], bool]) -> None:
-        give_up_at = time.monotonic() + TIMEOUT_S
-        while not is_so():
-            assert time.monotonic() < give_up_at, self.log
-            time.sleep(0.05)
+        wait_for(is_so, *self.logs)
 
     def wait_for_step(self, step: int) -> None:
         self.wait_for(lambda: len(self.steps()) >= step or any(agent.poll() for agent in self.agents))
 
     def steps(self) -> list[int]:
-        metrics = self.run_dir / "metrics.jsonl"
-        lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
-        return [json.loads(line)["step"] for line in lines]
+        return steps_of(self.run_dir)
 
     def ends(self) -> list[int]:
         self.wait_for(lambda: all(agent.poll() is not None for agent in self.agents))
@@ -126,9 +117,3 @@ def test_a_run_over_two_hosts_survives_the_loss_of_one_and_is_resumed_sharded_to
     expected = weights_of(complete_checkpoints(unbroken.checkpoint_dir)[-1])
     for name, weight in weights_of(newest).items():
         torch.testing.assert_close(weight, expected[name], atol=1e-3, rtol=0)
-
-
-def power_off(agent: Popen[bytes]) -> None:
-    """End torchrun and its ranks without a word."""
-    for process in [psutil.Process(agent.pid), *psutil.Process(agent.pid).children(recursive=True)]:
-        process.kill()

@@ -2,14 +2,14 @@
 
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from learner.rollouts.ledger import Ledger
 from protocol.channel.keys import make_keys
-from tests.two_hosts import TwoHosts, why_not
+from tests.two_hosts import TIMEOUT_S, TwoHosts, steps_of, wait_for, why_not
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 
@@ -21,20 +21,12 @@ SMALL = [
     "--learner.steps", str(NUM_STEPS), "--learner.groups-per-step", str(GROUPS_PER_STEP),
     "--learner.sampling.group-size", "4", "--learner.data.num-prompts", "16", "--learner.report.dashboard-port", "0",
 ]  # fmt: skip
-TIMEOUT_S = 240.0
 
 
 @pytest.fixture
 def hosts() -> Iterator[TwoHosts]:
     with TwoHosts() as hosts:
         yield hosts
-
-
-def wait_for(is_so: Callable[[], bool], *logs: Path) -> None:
-    give_up_at = time.monotonic() + TIMEOUT_S
-    while not is_so():
-        assert time.monotonic() < give_up_at, "\n".join(log.read_text() for log in logs)
-        time.sleep(0.05)
 
 
 @pytest.mark.timeout(600)
@@ -53,14 +45,10 @@ def test_a_run_trains_at_an_advertised_address_over_two_ports_of_a_slow_link_tha
     command = ["-m", "learner", "train", RECIPE, *shared, "--run-dir", str(run_dir), *SMALL, *over_tcp]
     learner = hosts.start(1, [*command, "--learner.weight-sync.advertise", PUBLIC], logs[1])
 
-    def steps() -> int:
-        metrics = run_dir / "metrics.jsonl"
-        return metrics.read_text().count("\n") if metrics.exists() else 0
-
-    wait_for(lambda: steps() >= 3, *logs)
+    wait_for(lambda: len(steps_of(run_dir)) >= 3, *logs)
     hosts.wire(cut=True)
     wait_for(lambda: "lost the server at" in logs[1].read_text(), *logs)
-    assert steps() < NUM_STEPS, "the run ended before the cut"
+    assert len(steps_of(run_dir)) < NUM_STEPS, "the run ended before the cut"
     hosts.wire(cut=False)
     try:
         assert learner.wait(TIMEOUT_S) == 0, logs[1].read_text()
@@ -68,7 +56,7 @@ def test_a_run_trains_at_an_advertised_address_over_two_ports_of_a_slow_link_tha
         pytest.fail("\n".join(log.read_text() for log in logs))
     counts = Ledger(run_dir / "ledger.db", read_only=True).counts()
     assert (counts.lost, counts.duplicated, counts.outstanding) == (0, 0, 0)
-    assert counts.consumed == GROUPS_PER_STEP * NUM_STEPS and steps() == NUM_STEPS
+    assert counts.consumed == GROUPS_PER_STEP * NUM_STEPS and len(steps_of(run_dir)) == NUM_STEPS
     assert (run_dir / "metrics.jsonl").read_text().count("weight_sync/bytes") == NUM_STEPS
     assert server.poll() is None and hosts.wire()["lost"] > 0
 

@@ -11,14 +11,19 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+import psutil
 
 from tests.wire import DEVICE
 
 ROOT = Path(__file__).parent.parent
 END_TIMEOUT_S = 10.0
+TIMEOUT_S = 240.0
 _numbers = itertools.count()
 
 
@@ -107,3 +112,24 @@ class TwoHosts:
 
 def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, timeout=END_TIMEOUT_S)
+
+
+def wait_for(is_so: Callable[[], bool], *logs: Path, timeout_s: float = TIMEOUT_S) -> None:
+    """Wait until a condition holds. The error contains the logs."""
+    give_up_at = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < give_up_at, "\n".join(log.read_text() for log in logs if log.exists())
+        time.sleep(0.05)
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    """Return the steps that a run has recorded so far."""
+    metrics = run_dir / "metrics.jsonl"
+    lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
+    return [json.loads(line)["step"] for line in lines]
+
+
+def power_off(process: subprocess.Popen[bytes]) -> None:
+    """End a process and its children without a word."""
+    for one in [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]:
+        one.kill()

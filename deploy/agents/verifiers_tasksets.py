@@ -4,7 +4,7 @@
 
 This file runs where verifiers and the taskset are installed (`learner.environment.python`).
 verifiers starts the program that queries the policy in an environment that `uv` creates.
-Install uv in the same place (`pip install uv`).
+Install uv there too (`pip install uv`).
 """
 
 import argparse

@@ -24,9 +24,10 @@ import simpy
 
 from deploy.planning.rates import Lengths, Rates
 from deploy.planning.servers import SimulatedGroup, SimulatedServer
-from deploy.planning.step_metrics import Lines, mean, synced_lines, read_steps, values
+from deploy.planning.step_metrics import Lines, mean, synced_lines, values
 from inference_server.config import ServerConfig, ServerRun
 from learner.config import LearnerConfig, LearnerRun
+from learner.report.summary import read_metrics
 from protocol.config import load_config
 from protocol.errors import ConfigError
 
@@ -206,12 +207,13 @@ def read_run(run_dir: Path) -> MeasuredRun:
 
     Raises:
         ConfigError: If it is not a readable run directory, has too few steps, or has no scored group.
+        RunDirectoryError: If metrics.jsonl is missing, broken or has no step.
     """
     config_file = str(run_dir / "config.toml")
     learner, server = learner_section([config_file]), server_section([config_file])
     uri = f"{(run_dir / 'ledger.db').absolute().as_uri()}?mode=ro"
     try:
-        lines = read_steps(run_dir / "metrics.jsonl")
+        lines = read_metrics(run_dir)
         with closing(sqlite3.connect(uri, uri=True)) as ledger:
             groups = [LedgerGroup(*row) for row in ledger.execute(SQL)]
     except (OSError, ValueError, sqlite3.Error) as error:
@@ -284,8 +286,7 @@ def _warm_up(lines: Lines) -> int:
 
 def _step_s(lines: Lines) -> float:
     """Return the mean seconds of a step from end to end, with logging and checkpoints."""
-    first = _warm_up(lines)
-    return (lines[-1]["elapsed_s"] - lines[first - 1]["elapsed_s"]) / (len(lines) - first)
+    return mean(lines[_warm_up(lines) :], "time/step")
 
 
 def _lengths(steady: Lines) -> Lengths:

@@ -62,9 +62,9 @@ class LengthSampler:
 
     def _quantiles(self, shares: np.ndarray, power: float) -> np.ndarray:
         i = np.searchsorted(self._shares, shares, side="right") - 1
-        place = (shares - self._shares[i]) / (self._shares[i + 1] - self._shares[i])
+        fraction = (shares - self._shares[i]) / (self._shares[i + 1] - self._shares[i])
         low, high = self._tokens[i], self._tokens[i + 1]
-        return np.maximum(1.0, np.rint(low + (high - low) * place**power))
+        return np.maximum(1.0, np.rint(low + (high - low) * fraction**power))
 
     def _bend(self) -> float:
         """Return the exponent for interpolation between quantiles, found by bisection."""

@@ -174,7 +174,7 @@ class SimulatedFleet:
         self._held: list[SimulatedGroup] = []
         """Groups requested while no server was up."""
         self._version = 0
-        self.num_places = num_servers * capacity
+        self.num_slots = num_servers * capacity
 
     @property
     def num_groups(self) -> int:

@@ -3,7 +3,7 @@
     take ─▶ train ─▶ weight sync ─▶ take …   a finished sync publishes its version, which admits new groups
     servers.py: groups ─▶ done ─▶ scored ─▶ ready, taken only in slot order, as in rollouts/slot_order.py
 
-The real run's own code decides how many groups to request (`num_places_allowed`, and `AutoStaleness` for "auto").
+The real run's own code decides how many groups to request (`num_slots_allowed`, and `AutoStaleness` for "auto").
 If there are more than `most_servers`, fewer servers represent them, each with its share of the groups.
 A weight sync still counts all servers.
 Invariant: every slot is taken once, in order, and no staler than the bound, which only that code enforces.
@@ -25,7 +25,7 @@ from deploy.planning.rates import Rates
 from deploy.planning.servers import Events, Failures, SimulatedFleet, SimulatedGroup
 from inference_server.config import ServerConfig
 from learner.config import LearnerConfig
-from learner.rollouts.slot_order import AutoStaleness, num_places_allowed
+from learner.rollouts.slot_order import AutoStaleness, num_slots_allowed
 from protocol.errors import ConfigError
 
 MOST_SERVERS = 256
@@ -81,7 +81,7 @@ class Simulation:
         self._fleet = SimulatedFleet(self._env, setup.rates, self._num_servers, capacity, self._done)
         if setup.failures is not None:
             self._fleet.start_failures(setup.failures, self._rng.spawn(1)[0])
-        self._lookahead = AutoStaleness(config)
+        self._auto_staleness = AutoStaleness(config)
         self._next_to_admit = self._next_to_take = 0
         self._ready: dict[int, SimulatedGroup] = {}
         self._num_missing = 0
@@ -159,9 +159,9 @@ class Simulation:
     def _record_taken(self, waited_s: float) -> None:
         step_s, self._taken_at = self._env.now - self._taken_at, self._env.now
         next_slots = range(self._next_to_take, self._next_to_take + self._groups_per_step)
-        self._lookahead.update(
+        self._auto_staleness.update(
             waited_share=waited_s / step_s if step_s > 0 else 0.0,
-            has_room=self._fleet.num_groups * self._num_completions < self._fleet.num_places,
+            has_room=self._fleet.num_groups * self._num_completions < self._fleet.num_slots,
             has_spare=all(slot in self._ready for slot in next_slots),
         )
 
@@ -181,13 +181,13 @@ class Simulation:
 
         The simulated run has no last step.
         """
-        num_places = num_places_allowed(
+        num_slots = num_slots_allowed(
             version=version,
-            max_staleness=self._lookahead.versions,
+            max_staleness=self._auto_staleness.versions,
             groups_per_step=self._groups_per_step,
             total_groups=self._next_to_admit + (1 << 40),
         )
-        slots = range(self._next_to_admit, num_places)
+        slots = range(self._next_to_admit, num_slots)
         if not slots:
             return
         self._next_to_admit = slots.stop
@@ -207,7 +207,7 @@ class Simulation:
         Completions of one length that start together would stay in lockstep for the whole run.
         Real completions do not.
         """
-        num_at_once = max(1, self._fleet.num_places // self._num_completions)
+        num_at_once = max(1, self._fleet.num_slots // self._num_completions)
         if len(lengths) <= num_at_once:
             return lengths
         left = np.minimum(1.0, (1 + np.arange(len(lengths))) / num_at_once)

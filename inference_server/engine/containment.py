@@ -20,14 +20,14 @@ from inference_server.engine.interface import EngineDead
 log = logging.getLogger(__name__)
 
 REPORT_INTERVAL_S = 60.0
-"""Minimum seconds between two tracebacks of the same exception at the same place."""
+"""Minimum seconds between two tracebacks of the same exception at the same line."""
 
 Fail = Callable[[str], Awaitable[object]]
 """Notifies the peer of the reason why its request failed."""
 
 
 class _Report(msgspec.Struct):
-    """Latest report of one exception type at one place of the code."""
+    """Latest report of one exception type at one line of the code."""
 
     at: float
     num_since: int = 0
@@ -65,9 +65,9 @@ def log_unexpected(doing: str) -> Iterator[None]:
 
 
 def record_unexpected(error: Exception, doing: str) -> None:
-    """Log an unexpected exception with its traceback, at most once a minute per place."""
-    place = traceback.extract_tb(error.__traceback__)[-1] if error.__traceback__ else None
-    key = (type(error), place.filename, place.lineno) if place else (type(error), "", None)
+    """Log an unexpected exception with its traceback, at most once a minute per line."""
+    frame = traceback.extract_tb(error.__traceback__)[-1] if error.__traceback__ else None
+    key = (type(error), frame.filename, frame.lineno) if frame else (type(error), "", None)
     now, report = time.monotonic(), _reports.get(key)
     if report is not None and now - report.at < REPORT_INTERVAL_S:
         report.num_since += 1

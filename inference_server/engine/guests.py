@@ -23,34 +23,34 @@ FIRST_OF_GUESTS = 1
 """Lowest priority value of a guest. A lower value starts sooner and is preempted later. Groups have 0."""
 SCORES = -1
 """Priority of scores. They precede waiting groups, because the learner may wait for the answer."""
-IN_RESERVED_PLACE = -2
+RESERVED_SLOT = -2
 """Priority of a guest in a reserved slot."""
 
 
 def scheduler_with_guests(vllm_config: VllmConfig, **options: Any) -> Any:
-    """Create vLLM's scheduler with a `PlaceQueue` as its waiting queue."""
+    """Create vLLM's scheduler with a `SlotQueue` as its waiting queue."""
     config = vllm_config.scheduler_config
     config.scheduler_cls, ours = None, config.scheduler_cls
     # The class depends on asynchronous scheduling.
     scheduler = config.get_scheduler_cls()(vllm_config=vllm_config, **options)
     config.scheduler_cls = ours
-    num_places = config.max_num_active_seqs
-    assert num_places is not None, "the server sets max_num_active_seqs wherever it reserves slots"
-    # The queue holds back requests beyond num_places.
+    num_slots = config.max_num_active_seqs
+    assert num_slots is not None, "the server sets max_num_active_seqs wherever it reserves slots"
+    # The queue holds back requests beyond num_slots.
     scheduler.max_num_active_reqs = config.max_num_seqs
-    scheduler.waiting = PlaceQueue(scheduler, num_places, config.max_num_seqs - num_places)
+    scheduler.waiting = SlotQueue(scheduler, num_slots, config.max_num_seqs - num_slots)
     return scheduler
 
 
-class PlaceQueue(PriorityRequestQueue):
+class SlotQueue(PriorityRequestQueue):
     """Two priority queues that act as one.
 
     The queue looks empty while no request in it has a free slot.
     """
 
-    def __init__(self, scheduler: Any, num_places: int, num_reserved: int) -> None:
+    def __init__(self, scheduler: Any, num_slots: int, num_reserved: int) -> None:
         """Create empty queues. `scheduler.running` contains the requests that have a slot."""
-        self._scheduler, self._num_places, self._num_reserved = scheduler, num_places, num_reserved
+        self._scheduler, self._num_slots, self._num_reserved = scheduler, num_slots, num_reserved
         self._groups, self._guests = PriorityRequestQueue(), PriorityRequestQueue()
         self._admitted: dict[Any, int] = {}
         """Guests that have left the queue, with their original priority. The running ones have a slot."""
@@ -62,7 +62,7 @@ class PlaceQueue(PriorityRequestQueue):
             guest: priority for guest, priority in self._admitted.items() if guest.status.name == "RUNNING"
         }
         for guest in islice(self._admitted, self._num_reserved):
-            guest.priority = IN_RESERVED_PLACE
+            guest.priority = RESERVED_SLOT
         return len(self._admitted)
 
     def _next(self) -> PriorityRequestQueue | None:
@@ -71,7 +71,7 @@ class PlaceQueue(PriorityRequestQueue):
         if self._guests and num_guests < self._num_reserved:
             return self._guests
         if self._groups:
-            has_room = len(self._scheduler.running) - num_guests < self._num_places
+            has_room = len(self._scheduler.running) - num_guests < self._num_slots
             return self._groups if has_room else None
         return self._guests or None
 

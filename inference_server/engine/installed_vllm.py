@@ -76,8 +76,8 @@ def missing_names(vllm: PackageSource) -> list[str]:
 
 
 def _problem(vllm: PackageSource, module: str, name: str, parameters: str) -> str | None:
-    places = (vllm.find(place, name) for place in module.split(" or "))
-    found = next((place for place in places if place is not None), None)
+    candidates = (vllm.find(one, name) for one in module.split(" or "))
+    found = next((definition for definition in candidates if definition is not None), None)
     if found is None:
         return f"{module}.{name}"
     by_position, _, by_name = (_words(part) for part in parameters.partition("/"))

@@ -23,7 +23,7 @@ class EngineFailed(SlipstreamError):
     """The engine could not complete one request. Other requests are not affected."""
 
 
-class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """Device, transports and process of one worker."""
 
     device: str
@@ -129,7 +129,7 @@ class Engine(Protocol):
         """
         ...
 
-    async def places(self) -> Sequence[WorkerPlace]:
+    async def workers(self) -> Sequence[WorkerInfo]:
         """Return the device, transports and process of every worker."""
         ...
 

@@ -27,6 +27,7 @@ from protocol.config_keys import flatten
 from protocol.doctor import package_version
 from protocol.endpoint import is_loopback, join_address, needs_ipv6, split_endpoint
 from protocol.errors import ConfigError
+from protocol.line_socket import keep_alive, send_line
 from protocol.messages import ModelFingerprint
 
 log = logging.getLogger(__name__)
@@ -34,8 +35,6 @@ log = logging.getLogger(__name__)
 TICK_S = 0.5
 HELLO_TIMEOUT_S = 5.0
 MAX_LINE_BYTES = 1 << 16
-KEEPALIVE = {socket.TCP_KEEPIDLE: 2, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 3}
-"""Keepalive settings. A silent host counts as lost after 8 s."""
 PER_NODE = {"server.node_rank", "server.cpu_cores", "server.api_key_file"}
 """Keys that may differ between the nodes of a server."""
 
@@ -144,7 +143,7 @@ class ServerNodes:
                 self._admit(connection, host, missing)
         port = _free_port(self._server.master_addr)
         for connection in self._connections.values():
-            _send(connection, EngineStart(port))
+            send_line(connection, EngineStart(port))
         return port
 
     def lost(self) -> str | None:
@@ -182,7 +181,7 @@ class ServerNodes:
         """End the other nodes, and stop listening. A running `gather` raises."""
         self._is_closed = True
         for connection in self._connections.values():
-            _send(connection, ServerEnd())
+            send_line(connection, ServerEnd())
         self.release()
         self._listener.close()
 
@@ -199,10 +198,10 @@ class ServerNodes:
             return
         if (reason := self._why_not(hello, missing)) is not None:
             log.warning("refused node %d at %s: %s", hello.node_rank, host, reason)
-            _send(connection, NodeRefused(reason))
+            send_line(connection, NodeRefused(reason))
             connection.close()
             return
-        _keep_alive(connection)
+        keep_alive(connection)
         connection.setblocking(False)
         self._connections[hello.node_rank] = connection
         log.info("node %d connected from %s", hello.node_rank, host)
@@ -262,8 +261,8 @@ def join_node_0(run: ServerRun, model: ModelFingerprint) -> NodeLink | None:
             time.sleep(TICK_S)
             continue
         connection.settimeout(left_s)
-        _keep_alive(connection)
-        _send(connection, hello)
+        keep_alive(connection)
+        send_line(connection, hello)
         match _read(connection):
             case EngineStart() as start:
                 connection.settimeout(HELLO_TIMEOUT_S)
@@ -294,12 +293,6 @@ def _free_port(host: str) -> int:
         return int(probe.getsockname()[1])
 
 
-def _keep_alive(connection: socket.socket) -> None:
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in KEEPALIVE.items():
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
 def _is_open(connection: socket.socket) -> bool:
     """Return whether the peer of a non-blocking connection still holds it."""
     try:
@@ -308,11 +301,6 @@ def _is_open(connection: socket.socket) -> bool:
         return True
     except OSError:
         return False
-
-
-def _send(connection: socket.socket, line: Line) -> None:
-    with suppress(OSError):  # the peer has ended
-        connection.sendall(msgspec.json.encode(line) + b"\n")
 
 
 def _read(connection: socket.socket) -> Line | None:

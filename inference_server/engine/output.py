@@ -70,35 +70,33 @@ class OutputBuffer:
         """Return the outputs of a step that the front end gets now, and hold the rest."""
         due = [output for output in outputs if self._is_due(output)]
         if len(self._held) > len(self._requests):  # Some requests have ended.
-            self._held = {name: piece for name, piece in self._held.items() if name in self._requests}
+            self._held = {name: held for name, held in self._held.items() if name in self._requests}
         return due
 
     def _is_due(self, output: EngineCoreOutput) -> bool:
-        piece = self._held.get(output.request_id)
-        if piece is None:
+        held = self._held.get(output.request_id)
+        if held is None:
             if (request := self._requests.get(output.request_id)) is not None:
-                self._held[output.request_id] = HeldOutput(
-                    request.client_index, _size_of_pieces(request.sampling_params)
-                )
+                self._held[output.request_id] = HeldOutput(request.client_index, _chunk_size(request.sampling_params))
             return True
-        if len(piece.token_ids) + len(output.new_token_ids) < piece.size and _has_tokens_alone(output):
-            piece.hold(output)
+        if len(held.token_ids) + len(output.new_token_ids) < held.size and _has_tokens_alone(output):
+            held.hold(output)
             return False
-        piece.release(output)
+        held.release(output)
         return True
 
     def take_all(self) -> dict[int, EngineCoreOutputs]:
         """Return all held output, by front end."""
         outputs: dict[int, EngineCoreOutputs] = defaultdict(lambda: EngineCoreOutputs(outputs=[]))
-        for name, piece in self._held.items():
-            if piece.token_ids and name in self._requests:
+        for name, held in self._held.items():
+            if held.token_ids and name in self._requests:
                 output = EngineCoreOutput(name, [])
-                piece.release(output)
-                outputs[piece.client].outputs.append(output)
+                held.release(output)
+                outputs[held.client].outputs.append(output)
         return outputs
 
 
-def _size_of_pieces(params: SamplingParams | None) -> int:
+def _chunk_size(params: SamplingParams | None) -> int:
     """Return the chunk size of a request, in tokens.
 
     It is 1 with stop strings: the engine generates until the front end finds one in the text.
@@ -139,24 +137,24 @@ def _joined(parts: list[LogprobsLists]) -> LogprobsLists:
     )
 
 
-def send_in_pieces() -> None:
+def send_in_chunks() -> None:
     """Patch vLLM's engine in this process, so that it sends chunks."""
     attach_weight_version, set_weight_version = EngineCore._attach_weight_version, EngineCore.set_weight_version
 
-    def pieces_of(engine: Any) -> OutputBuffer:
-        if not hasattr(engine, "pieces"):
-            engine.pieces = OutputBuffer(engine.scheduler.requests)
-        return engine.pieces
+    def buffer_of(engine: Any) -> OutputBuffer:
+        if not hasattr(engine, "output_buffer"):
+            engine.output_buffer = OutputBuffer(engine.scheduler.requests)
+        return engine.output_buffer
 
     @wraps(attach_weight_version)
     def attach_and_hold(engine: Any, outputs: dict[int, EngineCoreOutputs]) -> None:
         attach_weight_version(engine, outputs)
         for of_client in outputs.values():
-            of_client.outputs = pieces_of(engine).take(of_client.outputs)
+            of_client.outputs = buffer_of(engine).take(of_client.outputs)
 
     @wraps(set_weight_version)
     def release_and_set(engine: Any, version: str) -> None:
-        outputs = pieces_of(engine).take_all()
+        outputs = buffer_of(engine).take_all()
         attach_weight_version(engine, outputs)
         for of_client in outputs.items():
             engine.output_queue.put_nowait(of_client)

@@ -55,10 +55,10 @@ class PackageSource:
         A member of a class is "Class.member".
         """
         first, *members = name.split(".")
-        place, node = self._resolve(module, first)
+        module, node = self._resolve(module, first)
         for member in members:
-            place, node = self._member(place, node, member) if isinstance(node, ast.ClassDef) else (place, None)
-        return None if node is None else self._definition(place, node)
+            module, node = self._member(module, node, member) if isinstance(node, ast.ClassDef) else (module, None)
+        return None if node is None else self._definition(module, node)
 
     def members(self, module: str, name: str) -> set[str]:
         """Return the methods and fields of a class, without those of its bases.
@@ -113,9 +113,9 @@ class PackageSource:
             if not isinstance(candidate, tuple):
                 return module, candidate
             source, original = candidate
-            place, node = self._resolve(source, original, hops + 1)
+            where, node = self._resolve(source, original, hops + 1)
             if node is not None:
-                return place, node
+                return where, node
         # A module is a name too: an imported module, or a module of this package.
         modules = (
             ".".join(filter(None, candidate))
@@ -124,46 +124,46 @@ class PackageSource:
         )
         return module, ast.Pass() if any(self._module(one) is not None for one in modules) else None
 
-    def _member(self, place: str, node: ast.ClassDef, name: str) -> tuple[str, ast.AST | None]:
+    def _member(self, module: str, node: ast.ClassDef, name: str) -> tuple[str, ast.AST | None]:
         """Look in a class, then in its bases in turn, close to Python's order."""
-        for where, one in self._lineage(place, node):
+        for where, one in self._lineage(module, node):
             if (found := self._names_of(one).get(name)) is not None:
                 return where, found
-        return place, None
+        return module, None
 
     def _names_of(self, node: ast.ClassDef) -> dict[str, ast.AST]:
         if node not in self._classes:
             self._classes[node] = _names_of_class(node)
         return self._classes[node]
 
-    def _lineage(self, place: str, node: ast.ClassDef, depth: int = 0) -> Iterator[tuple[str, ast.ClassDef]]:
+    def _lineage(self, module: str, node: ast.ClassDef, depth: int = 0) -> Iterator[tuple[str, ast.ClassDef]]:
         """Yield a class and its bases that belong to the package."""
-        yield place, node
+        yield module, node
         for base in node.bases if depth < MAX_HOPS else ():
-            where, found = self._resolve_expression(place, base)
+            where, found = self._resolve_expression(module, base)
             if isinstance(found, ast.ClassDef) and found is not node:
                 yield from self._lineage(where, found, depth + 1)
 
-    def _resolve_expression(self, place: str, expression: ast.expr) -> tuple[str, ast.AST | None]:
+    def _resolve_expression(self, module: str, expression: ast.expr) -> tuple[str, ast.AST | None]:
         """Resolve a base class: `Name`, `module.Name` or `Name[T]`."""
         match expression:
             case ast.Name(id=name):
-                return self._resolve(place, name)
+                return self._resolve(module, name)
             case ast.Subscript(value=value):
-                return self._resolve_expression(place, value)
+                return self._resolve_expression(module, value)
             case ast.Attribute(value=ast.Name(id=name), attr=attribute):
-                found = self._module(place)
+                found = self._module(module)
                 for source in found.names.get(name, ()) if found is not None else ():
                     if isinstance(source, tuple):
                         return self._resolve(".".join(filter(None, source)), attribute)
-        return place, None
+        return module, None
 
-    def _definition(self, place: str, node: ast.AST) -> Definition:
+    def _definition(self, module: str, node: ast.AST) -> Definition:
         if isinstance(node, Function):
             return _signature(node, is_method=_is_method(node))
         if not isinstance(node, ast.ClassDef):
             return Definition()
-        lineage = list(self._lineage(place, node))
+        lineage = list(self._lineage(module, node))
         for _, one in lineage:
             if isinstance(constructor := self._names_of(one).get("__init__"), Function):
                 return _signature(constructor, is_method=True)

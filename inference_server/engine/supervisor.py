@@ -16,14 +16,14 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TypeVar
 
 from inference_server.engine.containment import Fail, log_unexpected, record_unexpected, run_contained
-from inference_server.engine.interface import Engine, EngineDead, WorkerPlace
+from inference_server.engine.interface import Engine, EngineDead, WorkerInfo
 from protocol.console import counted
 from protocol.errors import SlipstreamError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 CHECK_INTERVAL_S = 1.0
-PLACES_TIMEOUT_S = 60.0
+WORKERS_TIMEOUT_S = 60.0
 RESTARTS_WINDOW_S = 3600.0
 """Window for counting deaths, in seconds."""
 
@@ -68,7 +68,7 @@ class EngineSupervisor:
         self._died_at: list[float] = []
         self.alive = asyncio.Event()
         self.num_restarts = 0
-        self.places: Sequence[WorkerPlace] = ()
+        self.workers: Sequence[WorkerInfo] = ()
 
     @property
     def is_alive(self) -> bool:
@@ -89,7 +89,7 @@ class EngineSupervisor:
     @property
     def transports(self) -> list[str]:
         """Transports that every worker offers."""
-        first, *others = [place.transports for place in self.places]
+        first, *others = [worker.transports for worker in self.workers]
         return [transport for transport in first if all(transport in other for other in others)]
 
     def spawn(self, work: Coroutine[None, None, None], name: str, fail: Fail | None = None) -> asyncio.Task[None]:
@@ -129,7 +129,7 @@ class EngineSupervisor:
         Raises:
             EngineDead: The engine has died.
         """
-        self.places = await self._query_places()
+        self.workers = await self._query_workers()
         self._death.clear()
         self.alive.set()
         if self._died_at:
@@ -146,22 +146,22 @@ class EngineSupervisor:
                 await self._on_death()
             raise
 
-    async def _query_places(self) -> Sequence[WorkerPlace]:
-        """Query the workers' places, and check meanwhile that the engine is alive.
+    async def _query_workers(self) -> Sequence[WorkerInfo]:
+        """Query the workers, and check meanwhile that the engine is alive.
 
         vLLM's calls into an engine that dies meanwhile never return.
         """
-        places = asyncio.ensure_future(self._engine.places())
+        workers = asyncio.ensure_future(self._engine.workers())
         try:
-            async with asyncio.timeout(PLACES_TIMEOUT_S):
-                while not (await asyncio.wait([places], timeout=CHECK_INTERVAL_S))[0]:
+            async with asyncio.timeout(WORKERS_TIMEOUT_S):
+                while not (await asyncio.wait([workers], timeout=CHECK_INTERVAL_S))[0]:
                     self._engine.check_alive()
         except TimeoutError as error:
-            raise EngineDead(f"the engine's workers did not answer within {PLACES_TIMEOUT_S:g} s") from error
+            raise EngineDead(f"the engine's workers did not answer within {WORKERS_TIMEOUT_S:g} s") from error
         finally:
-            places.cancel()
+            workers.cancel()
         try:
-            return places.result()
+            return workers.result()
         except EngineDead:
             raise
         except Exception as error:

@@ -130,7 +130,7 @@ def _note_versions(output: RequestOutput) -> None:
     """Record the version labels, which vLLM reports when a completion has ended."""
     versions = sampled_by.get()
     if versions is not None:
-        versions.update(span.version for piece in output.outputs for span in piece.weight_versions or ())
+        versions.update(span.version for part in output.outputs for span in part.weight_versions or ())
 
 
 def start_llm(run: ServerRun, model_path: Path, nodes: ServerNodes | None = None) -> VersionedLLM:

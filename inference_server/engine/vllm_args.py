@@ -298,7 +298,7 @@ def _typed(given: Mapping[str, Any], annotations: Mapping[str, Any]) -> dict[str
         typed = create_model("Arguments", __config__=config, **fields)(**values)
     except ValidationError as error:
         first = error.errors()[0]
-        key, value = _place(given, first["loc"])
+        key, value = _key_and_value(given, first["loc"])
         sentence = textwrap.shorten(first["msg"], MAX_EXPLANATION, placeholder=" …")
         raise ConfigError(f"server.vllm.{key} = {value!r}: {sentence}") from error
     return {name: getattr(typed, name) for name in given}
@@ -315,7 +315,7 @@ def _member(annotation: Any, value: Any) -> Any:
     return value
 
 
-def _place(given: Mapping[str, Any], location: tuple[int | str, ...]) -> tuple[str, Any]:
+def _key_and_value(given: Mapping[str, Any], location: tuple[int | str, ...]) -> tuple[str, Any]:
     """Return the key and the value that an error is about.
 
     pydantic's location continues into the types that it has tried.

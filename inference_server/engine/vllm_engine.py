@@ -33,7 +33,7 @@ from inference_server.engine.interface import (
     EngineLimits,
     PushOrder,
     Sampled,
-    WorkerPlace,
+    WorkerInfo,
     WorkerReport,
 )
 from inference_server.engine.node_link import ServerNodes
@@ -46,7 +46,7 @@ from protocol.model_files import end_token_ids, fingerprint
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-TOKENS_PER_PIECE = 32
+TOKENS_PER_CHUNK = 32
 """Number of tokens per chunk of a completion. Each chunk shows that its group makes progress, and costs the
 event loop about 30 µs."""
 FIRST_STAGING_POLL_S = 0.01
@@ -92,13 +92,13 @@ class VllmEngine:
         # The learner expects a turn to end at these ids. vLLM adds those of its own generation config and tokenizer.
         self._eos_token_ids = {token for token in end_token_ids(model_path) if token < self.limits.vocab_size}
 
-    async def places(self) -> list[WorkerPlace]:
+    async def workers(self) -> list[WorkerInfo]:
         if self.llm.adapter is not None:
             await self._call_workers("clear_adapter")
-        replies = await self._call_workers("place")
-        places = [msgspec.msgpack.decode(reply, type=WorkerPlace) for reply in replies]
-        self._processes = EngineProcesses(place.pid for place in places if place.pid is not None)
-        return places
+        replies = await self._call_workers("info")
+        workers = [msgspec.msgpack.decode(reply, type=WorkerInfo) for reply in replies]
+        self._processes = EngineProcesses(worker.pid for worker in workers if worker.pid is not None)
+        return workers
 
     @property
     def num_steps(self) -> list[int | None]:
@@ -307,7 +307,7 @@ def params_of(sampling: Sampling, eos_token_ids: set[int]) -> SamplingParams:
         detokenize=bool(sampling.stop),
         skip_special_tokens=False,
         output_kind=RequestOutputKind.DELTA,
-        stream_interval=TOKENS_PER_PIECE,
+        stream_interval=TOKENS_PER_CHUNK,
         skip_clone=True,
     )
 

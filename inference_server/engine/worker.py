@@ -20,9 +20,9 @@ from vllm.config import set_current_vllm_config
 from vllm.platforms import current_platform
 
 from inference_server.engine import adapter_loader
-from inference_server.engine.interface import PushOrder, WorkerPlace, WorkerReport, WorkerState
+from inference_server.engine.interface import PushOrder, WorkerInfo, WorkerReport, WorkerState
 from inference_server.engine.memory import keep_trimmed
-from inference_server.engine.output import send_in_pieces
+from inference_server.engine.output import send_in_chunks
 from inference_server.engine.processes import NODE_WORKERS, SERVER_PID, end_with_server
 from inference_server.engine.weight_loader import NextWeights, Reload, copies, put_back
 from inference_server.engine.weight_receiver import Receiver
@@ -64,14 +64,14 @@ class PushWorker:
         parallel = self.vllm_config.parallel_config
         return parallel.data_parallel_index * parallel.world_size + self.rank
 
-    def place(self) -> bytes:
+    def info(self) -> bytes:
         """Return this worker's device, transports and process id, encoded."""
         is_on_server_node = self.vllm_config.parallel_config.node_rank == 0
-        place = WorkerPlace(
+        info = WorkerInfo(
             device=own_device_name(self.device), transports=list(offered_transports()),
             pid=os.getpid() if is_on_server_node else None,
         )  # fmt: skip
-        return msgspec.msgpack.encode(place)
+        return msgspec.msgpack.encode(info)
 
     def clear_adapter(self) -> None:
         """Let the engine start with an adapter of zeros."""
@@ -116,7 +116,7 @@ class PushWorker:
             log.warning("could not close the collective of session %s: %s", session, failure)
 
     def _successor(self, order: PushOrder) -> NextWeights | None:
-        """Return a place for full weights that arrive during generation, or None to keep the buckets."""
+        """Return memory for full weights that arrive during generation, or None to keep the buckets."""
         carried, model = self.receiver.carried_by(order), self.model_runner.get_model()
         if self.device.type != "cpu" or carried is None or carried.is_adapter_alone:
             return None
@@ -195,7 +195,7 @@ class PushWorker:
 if SERVER_PID in os.environ:
     end_with_server()
     adapter_loader.adapt_linear_layers_only()
-    send_in_pieces()  # With one worker, this process also runs the engine.
+    send_in_chunks()  # With one worker, this process also runs the engine.
     if current_platform.is_cpu():
         # Imports a model runner that only a CPU has.
         from inference_server.engine.cpu_experts import return_experts

@@ -39,7 +39,7 @@ class StepTokens(msgspec.Struct, frozen=True, eq=False):
     logprobs_N: torch.Tensor
     advantages_N: torch.Tensor
     random_N: torch.Tensor
-    """Uniform random numbers that depend only on the seed, the version and the token's place in the step."""
+    """Uniform random numbers that depend only on the seed, the version and the token's position in the step."""
 
 
 Losses = tuple[torch.Tensor, torch.Tensor]

@@ -110,6 +110,21 @@ def tells_turns_apart(rewards: StepRewards, config: AdvantageConfig) -> bool:
     )
 
 
+def turn_rewards_differ(rewards: StepRewards) -> bool:
+    """Return whether scorable episodes of a group differ in what their turns earned, for a user's advantage function.
+
+    A turn that an episode did not have counts as 0.
+    """
+    return any(
+        not are_equal(rewards_G)
+        for totals_G, rewards_G_K in zip(rewards.rewards_P_G, rewards.turn_rewards_P_G_K, strict=True)
+        for rewards_G in zip_longest(
+            *(rewards_K for total, rewards_K in zip(totals_G, rewards_G_K, strict=True) if total is not None),
+            fillvalue=0.0,
+        )
+    )
+
+
 def anchored_frac(states_P_G_K: Sequence[list[list[str | None]]]) -> float:
     """Return the share of turns that began in a state in which a turn of another episode of the group began."""
     num_turns = num_anchored = 0

@@ -7,11 +7,10 @@ Invariant: the shape of a plug-in's result is checked before use, and a plug-in 
 rewards. An exception raised by a plug-in ends the run with its traceback.
 """
 
+import functools
 import hashlib
-import inspect
 import math
 from collections.abc import Callable, Iterable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from learner.algorithm.advantages import StepRewards
 from learner.algorithm.credit import AdvantagesByTurn
 from learner.algorithm.objectives import OBJECTIVES, Losses, Objective, PickedTokens, Tokens
 from learner.config import LearnerConfig, LossConfig
-from learner.sandbox.user_code import NotLoaded, describe, load_named
+from learner.sandbox.user_code import NotLoaded, describe, file_of, load_named
 from protocol.errors import ConfigError
 
 OBJECTIVE, ADVANTAGE = "learner.loss.objective", "learner.advantage.function"
@@ -72,7 +71,7 @@ def objective_of(spec: str) -> Objective:
     if spec in OBJECTIVES:
         return OBJECTIVES[spec]
     function = load_function(OBJECTIVE, spec)
-    defaults: dict[str, float] = getattr(function, "parameters", {})
+    defaults: dict[str, float] = _declaration(function, "parameters", {})
 
     def checked(tokens: Tokens, config: LossConfig) -> Losses:
         unknown = sorted(set(config.parameters) - set(defaults))
@@ -105,7 +104,7 @@ def has_ratio(spec: str) -> bool:
     A user's objective `f` declares that it does not with `f.has_ratio = False`.
     """
     built_in = LossConfig(objective=spec).has_ratio
-    return bool(getattr(load_function(OBJECTIVE, spec), "has_ratio", True)) if built_in is None else built_in
+    return bool(_declaration(load_function(OBJECTIVE, spec), "has_ratio", True)) if built_in is None else built_in
 
 
 def advantages_of(spec: str, rewards: StepRewards) -> AdvantagesByTurn:
@@ -159,12 +158,12 @@ def digest_of_plug_ins(config: LearnerConfig) -> str:
     digest = hashlib.sha256()
     for key, spec in ((OBJECTIVE, config.loss.objective), (ADVANTAGE, config.advantage.function)):
         if spec is not None and spec not in OBJECTIVES:
-            path = inspect.getsourcefile(inspect.unwrap(load_function(key, spec)))
+            path = file_of(load_function(key, spec))
             digest.update(Path(path).read_bytes() if path else spec.encode())
     return digest.hexdigest()
 
 
-@cache
+@functools.cache
 def load_function(key: str, spec: str) -> Callable[..., Any]:
     """Return the function named by a config key. Raises ConfigError if loading fails."""
     try:
@@ -172,6 +171,13 @@ def load_function(key: str, spec: str) -> Callable[..., Any]:
     except NotLoaded as error:
         raise ConfigError(f"{key} = {spec!r}: {error}") from error
     return function
+
+
+def _declaration(function: Any, name: str, default: Any) -> Any:
+    """Return what a function declares in an attribute. A partial declares what its function does."""
+    while isinstance(function, functools.partial) and not hasattr(function, name):
+        function = function.func
+    return getattr(function, name, default)
 
 
 def _described(returned: Any) -> str:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from learner.config.objectives import BOUNDS, is_plug_in
 from learner.config.rewards import OF_ENVIRONMENT
-from learner.config.section import require
+from learner.config.section import refuse
 
 if TYPE_CHECKING:
     from learner.config.learner import LearnerConfig
@@ -54,182 +54,199 @@ def unmet_requirements(config: "LearnerConfig") -> dict[str, str]:
 
 def check_contradictions(config: "LearnerConfig") -> None:
     """Raise ValueError for the first contradiction between keys that have an effect."""
+    _check_reward_needs(config)
+    _check_kl_advantage(config)
+    _check_kl_reward(config)
+    _check_credit(config)
     _check_rewards(config)
     _check_corrections(config)
     _check_references(config)
     _check_evaluations(config)
-    require(
-        not config.routing_replay or config.compile is not True,
+    refuse(
+        config.routing_replay and config.compile is True,
         "routing_replay = true with compile = true: compiled layers choose their experts themselves; set compile to "
         '"auto" or false',
     )
 
 
-def _check_rewards(config: "LearnerConfig") -> None:
-    _check_without_rewards(config)
-    require(
-        config.kl.place != "reward" or config.advantage.combine == "sum",
-        'kl.place = "reward" with advantage.combine = "normalize_then_sum": the KL cannot be subtracted from several '
-        'rewards; set combine to "sum" or place to "loss"',
-    )
-    require(
-        config.kl.place != "reward" or config.advantage.scale != "group" or config.advantage.function is not None,
-        'kl.place = "reward" with advantage.scale = "group": in a group whose rewards are all equal, only the KL '
-        'differs, and dividing by its deviation cancels kl.coef; set scale to "batch" or "none", or place to "loss"',
-    )
-    lowers_rewards = {
-        'kl.place = "reward"': config.kl.is_on and config.kl.place == "reward",
-        f"reward.overlong_buffer_tokens = {config.reward.overlong_buffer_tokens}": config.reward.overlong_buffer_tokens
-        is not None,
-    }
-    for key, is_set in lowers_rewards.items():
-        require(
-            config.advantage.scale != "mean" or config.advantage.function is not None or not is_set,
-            f'{key} with advantage.scale = "mean": a penalty makes rewards negative, and a mean near 0 would then '
-            'divide them; set scale to "batch" or "none", or remove the penalty',
-        )
-    require(
-        config.advantage.credit == "episode" or config.advantage.scale != "mean",
-        f'advantage.credit = "{config.advantage.credit}" with advantage.scale = "mean": what a turn and later ones earn '
-        'has no group mean to be divided by; set scale to "group", "batch" or "none", or credit to "episode"',
-    )
-    require(
-        config.advantage.credit == "episode" or config.advantage.combine == "sum",
-        f'advantage.credit = "{config.advantage.credit}" with advantage.combine = "normalize_then_sum": the rewards of '
-        "turns belong to one function, and the advantages of the others have no turns to be added to; set combine to "
-        '"sum", or credit to "episode"',
-    )
-    require(
-        config.advantage.credit == "episode" or not config.loss.is_of_completion,
-        f'advantage.credit = "{config.advantage.credit}" with loss.objective = "{config.loss.objective}": its ratio '
-        "covers the whole completion, so it would spread the advantage of each turn over all of them; choose another "
-        'objective, or set credit to "episode"',
-    )
-    buffer_tokens, max_tokens = config.reward.overlong_buffer_tokens, config.sampling.max_tokens
-    require(
-        buffer_tokens is None or buffer_tokens < max_tokens,
-        f"reward.overlong_buffer_tokens = {buffer_tokens} must be below sampling.max_tokens = {max_tokens}; otherwise "
-        "every completion is penalized",
-    )
-    has_environment = config.environment.is_used
-    require(
-        buffer_tokens is None or not has_environment,
-        f"reward.overlong_buffer_tokens = {buffer_tokens} with {config.environment.named}: turns and tokens limit an "
-        "episode, not sampling.max_tokens; unset reward.overlong_buffer_tokens",
-    )
-    require(
-        config.environment.factory is not None
-        or config.environment.has_agent
-        or OF_ENVIRONMENT not in config.reward.functions,
-        'reward.functions contains "environment_reward", which only environments and agents return; set '
-        "environment.factory, agent or command",
-    )
-    for key, name in {"curriculum.reward": config.curriculum.reward, "signal_reward": config.signal_reward}.items():
-        require(
-            name is None or name in config.reward.names,
-            f"{key} = {name!r} is not a reward function of this run; use one of: {', '.join(config.reward.names)}",
-        )
-
-
-def _check_without_rewards(config: "LearnerConfig") -> None:
-    """Check that a reward is there, or that the run needs none."""
-    reward, is_advantage = config.reward, config.kl.is_advantage
+def _check_reward_needs(config: "LearnerConfig") -> None:
+    reward = config.reward
     nothing = "reward.only_logged = true" if reward.functions else "reward.functions = []"
-    require(
-        is_advantage or reward.is_learned_from,
+    refuse(
+        not reward.is_learned_from and not config.kl.is_advantage,
         f"{nothing} leaves nothing to learn from; reward with a function, or distill from a reference with "
         'kl.place = "advantage"',
-    )
-    require(
-        not (is_advantage and config.dynamic_sampling),
-        'dynamic_sampling = true with kl.place = "advantage": every group has a signal, the KL of its tokens; set '
-        "dynamic_sampling = false",
-    )
-    require(
-        not (is_advantage and config.off_policy_correction.sequence_mask is not None),
-        f"off_policy_correction.sequence_mask = {config.off_policy_correction.sequence_mask} with kl.place = "
-        '"advantage": each token has its own advantage, so no completion has a negative one; unset sequence_mask',
-    )
-    require(
-        not (is_advantage and config.off_policy_correction.weighted_completions == "negative"),
-        'off_policy_correction.weighted_completions = "negative" with kl.place = "advantage": each token has its own '
-        'advantage, so no completion has a negative one; set it to "all"',
-    )
-    require(
-        not (is_advantage and (config.loss.is_of_completion or config.loss.objective in ("clip_cov", "kl_cov"))),
-        f'kl.place = "advantage" with loss.objective = "{config.loss.objective}", whose ratio or choice of tokens needs '
-        "one advantage for the whole completion, but each token has its own; choose another objective",
     )
     needs_functions = {
         f"evaluation.every_steps = {config.evaluation.every_steps}": config.evaluation.every_steps > 0,
         f"reward.overlong_buffer_tokens = {reward.overlong_buffer_tokens}": reward.overlong_buffer_tokens is not None,
     }
     for key, is_used in needs_functions.items():
-        require(
-            not is_used or bool(reward.functions),
+        refuse(
+            is_used and not reward.functions,
             f"{key} needs a reward function; add one to reward.functions, with reward.only_logged = true to learn from "
             "the reference alone",
         )
 
 
+def _check_kl_advantage(config: "LearnerConfig") -> None:
+    """Check what does not go with a KL as the advantage of each token."""
+    if not config.kl.is_advantage:
+        return
+    correction, loss = config.off_policy_correction, config.loss
+    refuse(
+        config.dynamic_sampling,
+        'dynamic_sampling = true with kl.place = "advantage": every group has a signal, the KL of its tokens; set '
+        "dynamic_sampling = false",
+    )
+    refuse(
+        correction.sequence_mask is not None,
+        f"off_policy_correction.sequence_mask = {correction.sequence_mask} with kl.place = "
+        '"advantage": each token has its own advantage, so no completion has a negative one; unset sequence_mask',
+    )
+    refuse(
+        correction.weighted_completions == "negative",
+        'off_policy_correction.weighted_completions = "negative" with kl.place = "advantage": each token has its own '
+        'advantage, so no completion has a negative one; set it to "all"',
+    )
+    refuse(
+        loss.is_of_completion or loss.objective in ("clip_cov", "kl_cov"),
+        f'kl.place = "advantage" with loss.objective = "{loss.objective}", whose ratio or choice of tokens needs '
+        "one advantage for the whole completion, but each token has its own; choose another objective",
+    )
+
+
+def _check_kl_reward(config: "LearnerConfig") -> None:
+    """Check what does not go with penalties that lower the reward: the KL, or overlong completions."""
+    kl, advantage, overlong = config.kl, config.advantage, config.reward.overlong_buffer_tokens
+    refuse(
+        kl.place == "reward" and advantage.combine != "sum",
+        'kl.place = "reward" with advantage.combine = "normalize_then_sum": the KL cannot be subtracted from several '
+        'rewards; set combine to "sum" or place to "loss"',
+    )
+    refuse(
+        kl.place == "reward" and advantage.scale == "group" and advantage.function is None,
+        'kl.place = "reward" with advantage.scale = "group": in a group whose rewards are all equal, only the KL '
+        'differs, and dividing by its deviation cancels kl.coef; set scale to "batch" or "none", or place to "loss"',
+    )
+    lowers_rewards = {
+        'kl.place = "reward"': kl.is_on and kl.place == "reward",
+        f"reward.overlong_buffer_tokens = {overlong}": overlong is not None,
+    }
+    for key, is_set in lowers_rewards.items():
+        refuse(
+            is_set and advantage.scale == "mean" and advantage.function is None,
+            f'{key} with advantage.scale = "mean": a penalty makes rewards negative, and a mean near 0 would then '
+            'divide them; set scale to "batch" or "none", or remove the penalty',
+        )
+
+
+def _check_credit(config: "LearnerConfig") -> None:
+    """Check what does not go with advantages by turn."""
+    advantage, loss = config.advantage, config.loss
+    if advantage.credit == "episode":
+        return
+    refuse(
+        advantage.scale == "mean",
+        f'advantage.credit = "{advantage.credit}" with advantage.scale = "mean": what a turn and later ones earn '
+        'has no group mean to be divided by; set scale to "group", "batch" or "none", or credit to "episode"',
+    )
+    refuse(
+        advantage.combine != "sum",
+        f'advantage.credit = "{advantage.credit}" with advantage.combine = "normalize_then_sum": the rewards of '
+        "turns belong to one function, and the advantages of the others have no turns to be added to; set combine to "
+        '"sum", or credit to "episode"',
+    )
+    refuse(
+        loss.is_of_completion,
+        f'advantage.credit = "{advantage.credit}" with loss.objective = "{loss.objective}": its ratio '
+        "covers the whole completion, so it would spread the advantage of each turn over all of them; choose another "
+        'objective, or set credit to "episode"',
+    )
+
+
+def _check_rewards(config: "LearnerConfig") -> None:
+    reward, environment, max_tokens = config.reward, config.environment, config.sampling.max_tokens
+    buffer_tokens = reward.overlong_buffer_tokens
+    refuse(
+        buffer_tokens is not None and buffer_tokens >= max_tokens,
+        f"reward.overlong_buffer_tokens = {buffer_tokens} must be below sampling.max_tokens = {max_tokens}; otherwise "
+        "every completion is penalized",
+    )
+    refuse(
+        buffer_tokens is not None and environment.is_used,
+        f"reward.overlong_buffer_tokens = {buffer_tokens} with {environment.named}: turns and tokens limit an "
+        "episode, not sampling.max_tokens; unset reward.overlong_buffer_tokens",
+    )
+    refuse(
+        OF_ENVIRONMENT in reward.functions and environment.factory is None and not environment.has_agent,
+        'reward.functions contains "environment_reward", which only environments and agents return; set '
+        "environment.factory, agent or command",
+    )
+    for key, name in {"curriculum.reward": config.curriculum.reward, "signal_reward": config.signal_reward}.items():
+        refuse(
+            name is not None and name not in reward.names,
+            f"{key} = {name!r} is not a reward function of this run; use one of: {', '.join(reward.names)}",
+        )
+
+
 def _check_corrections(config: "LearnerConfig") -> None:
-    correction, objective = config.off_policy_correction, config.loss.objective
-    if correction.anchor_used == "proximal":
-        require(
-            objective != "vespo",
-            'off_policy_correction.anchor = "proximal" with loss.objective = "vespo": vespo weighs a completion by its '
-            'whole ratio to the policy that sampled it; set anchor = "behavior"',
-        )
-        is_one = correction.proximal == "exact" and config.updates_per_batch == 1
-        require(
-            not is_one or correction.weight_used != "none",
-            'off_policy_correction.anchor = "proximal" with updates_per_batch = 1 and off_policy_correction.weight = '
-            '"none": the ratio is always 1, so nothing is clipped or corrected; set off_policy_correction.weight, '
-            'raise updates_per_batch, or set off_policy_correction.anchor = "behavior"',
-        )
-    else:
-        require(
-            correction.weight_used != "truncate" or config.loss.has_ratio is not True,
-            f'off_policy_correction.weight = "truncate" with anchor = "behavior": the ratio of {objective} already is '
-            'the importance weight, which would count twice; set anchor = "proximal", or weight = "mask" to exclude '
-            "tokens",
-        )
+    correction, loss = config.off_policy_correction, config.loss
+    is_proximal = correction.anchor_used == "proximal"
+    refuse(
+        is_proximal and loss.objective == "vespo",
+        'off_policy_correction.anchor = "proximal" with loss.objective = "vespo": vespo weighs a completion by its '
+        'whole ratio to the policy that sampled it; set anchor = "behavior"',
+    )
+    is_one = correction.proximal == "exact" and config.updates_per_batch == 1
+    refuse(
+        is_proximal and is_one and correction.weight_used == "none",
+        'off_policy_correction.anchor = "proximal" with updates_per_batch = 1 and off_policy_correction.weight = '
+        '"none": the ratio is always 1, so nothing is clipped or corrected; set off_policy_correction.weight, '
+        'raise updates_per_batch, or set off_policy_correction.anchor = "behavior"',
+    )
+    refuse(
+        not is_proximal and correction.weight_used == "truncate" and loss.has_ratio is True,
+        f'off_policy_correction.weight = "truncate" with anchor = "behavior": the ratio of {loss.objective} already is '
+        'the importance weight, which would count twice; set anchor = "proximal", or weight = "mask" to exclude '
+        "tokens",
+    )
+    is_token_mask = correction.weight_used == "mask" and correction.granularity == "token"
+    max_binary_kl, max_staleness = correction.max_binary_kl, correction.max_token_staleness
     excludes_tokens = {
-        'off_policy_correction.weight = "mask" with granularity = "token"': correction.weight_used == "mask"
-        and correction.granularity == "token",
-        f"off_policy_correction.max_binary_kl = {correction.max_binary_kl}": correction.max_binary_kl is not None,
-        f"off_policy_correction.max_token_staleness = {correction.max_token_staleness}": correction.max_token_staleness
-        is not None,
-        f"loss.top_entropy_frac = {config.loss.top_entropy_frac}": config.loss.top_entropy_frac < 1,
+        'off_policy_correction.weight = "mask" with granularity = "token"': is_token_mask,
+        f"off_policy_correction.max_binary_kl = {max_binary_kl}": max_binary_kl is not None,
+        f"off_policy_correction.max_token_staleness = {max_staleness}": max_staleness is not None,
+        f"loss.top_entropy_frac = {loss.top_entropy_frac}": loss.top_entropy_frac < 1,
     }
     for key, is_set in excludes_tokens.items():
-        require(
-            not config.loss.is_of_completion or not is_set,
-            f'{key} with loss.objective = "{objective}": its ratio covers the whole completion, so excluded tokens would '
-            'still change it; exclude completions (granularity = "sequence" or "geometric", sequence_mask) or choose '
-            "another objective",
+        refuse(
+            is_set and loss.is_of_completion,
+            f'{key} with loss.objective = "{loss.objective}": its ratio covers the whole completion, so excluded tokens '
+            'would still change it; exclude completions (granularity = "sequence" or "geometric", sequence_mask) or '
+            "choose another objective",
         )
 
 
 def _check_references(config: "LearnerConfig") -> None:
-    reference = config.reference
-    require(
-        reference.endpoint is None or config.sampling.temperature == 1,
-        f'reference.endpoint = "{reference.endpoint}" with sampling.temperature = {config.sampling.temperature}: a '
+    reference, temperature = config.reference, config.sampling.temperature
+    refuse(
+        reference.endpoint is not None and temperature != 1,
+        f'reference.endpoint = "{reference.endpoint}" with sampling.temperature = {temperature}: a '
         "server scores at temperature 1; set sampling.temperature to 1, or remove reference.endpoint",
     )
-    require(
-        reference.kind != "none" or not config.kl.is_on,
+    refuse(
+        config.kl.is_on and reference.kind == "none",
         f"kl.coef = {config.kl.coef} needs a reference; set reference.kind, or kl.coef to 0",
     )
     is_policy_itself = reference.kind == "every" and reference.every_steps == 1 and reference.growth is None
-    require(
-        not is_policy_itself or (config.updates_per_batch > 1 and config.kl.place == "loss"),
+    refuse(
+        is_policy_itself and (config.updates_per_batch == 1 or config.kl.place != "loss"),
         'reference.kind = "every" with every_steps = 1: the KL is measured at the start of a step, where the '
         "reference equals the policy and the KL is 0; raise every_steps",
     )
-    require(
-        reference.kind != "ema" or not config.lora.rank,
+    refuse(
+        reference.kind == "ema" and bool(config.lora.rank),
         f'reference.kind = "ema" with lora.rank = {config.lora.rank}: an adapter is the product of A and B, and the '
         'means of A and B do not give the mean of the adapters; set reference.kind to "every" or "mixture", or '
         "lora.rank to 0",
@@ -239,8 +256,8 @@ def _check_references(config: "LearnerConfig") -> None:
         f'curriculum.kind = "{config.curriculum.kind}"': config.curriculum.kind != "none",
     }
     for key, is_set in selects.items():
-        require(
-            reference.kind != "adaptive" or not reference.reward_guard or not is_set,
+        refuse(
+            is_set and reference.kind == "adaptive" and reference.reward_guard,
             f"{key} with reference.reward_guard = true: the mean reward of selected groups falls while the policy "
             "improves, so the reference would never be refreshed; set reward_guard = false",
         )
@@ -248,9 +265,9 @@ def _check_references(config: "LearnerConfig") -> None:
 
 def _check_evaluations(config: "LearnerConfig") -> None:
     evaluation, checkpoint = config.evaluation, config.checkpoint
-    require(
-        not checkpoint.is_by_evaluation
-        or (evaluation.every_steps > 0 and checkpoint.every_steps % evaluation.every_steps == 0),
+    refuse(
+        checkpoint.is_by_evaluation
+        and (evaluation.every_steps == 0 or checkpoint.every_steps % evaluation.every_steps != 0),
         f'checkpoint.best_by = "{checkpoint.best_by}" with checkpoint.every_steps = {checkpoint.every_steps} and '
         f"evaluation.every_steps = {evaluation.every_steps}: some checkpoints would have no evaluation; set "
         "evaluation.every_steps to a divisor of checkpoint.every_steps",
@@ -258,12 +275,12 @@ def _check_evaluations(config: "LearnerConfig") -> None:
     if not evaluation.every_steps:
         return
     names = [f'"evaluation/{name}"' if name else '"evaluation"' for name in evaluation.set_names()]
-    require(
-        not checkpoint.is_by_evaluation or checkpoint.judging_set in evaluation.set_names(),
+    refuse(
+        checkpoint.is_by_evaluation and checkpoint.judging_set not in evaluation.set_names(),
         f'checkpoint.best_by = "{checkpoint.best_by}" is not a set of learner.evaluation; use {" or ".join(names)}',
     )
-    require(
-        not evaluation.pin_policy or not config.weight_sync.overlap_with_training,
+    refuse(
+        evaluation.pin_policy and config.weight_sync.overlap_with_training,
         "evaluation.pin_policy = true with weight_sync.overlap_with_training = true: a weight sync that overlaps the "
         "next step cannot wait until an evaluation of the old version is complete; set one of them to false",
     )

@@ -84,6 +84,11 @@ def require(condition: bool, problem: str) -> None:
         raise ValueError(problem)
 
 
+def refuse(condition: bool, problem: str) -> None:
+    """Raise ValueError with `problem` if `condition` holds, as `require` does if it does not."""
+    require(not condition, problem)
+
+
 def any_of(key: str, values: Iterable[str]) -> str:
     """Return a requirement of another key, such as `kind = "every" or "adaptive"`."""
     return f"{key} = " + " or ".join(f'"{value}"' for value in values)

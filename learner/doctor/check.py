@@ -90,9 +90,7 @@ def preview(run: LearnerRun) -> Iterator[Finding]:
         if run.learner.environment.is_used:
             yield unknown("rewards", f"not checked: {run.learner.environment.named} rewards only episodes of a policy")
         else:
-            yield from reward_findings(
-                run_inputs, [prompts.prompt_at(place) for place in range(min(NUM_RATED, len(prompts)))]
-            )
+            yield from reward_findings(run_inputs, [prompts.prompt_at(i) for i in range(min(NUM_RATED, len(prompts)))])
         yield workload(run, len(prompts))
     if run.learner.evaluation.every_steps:
         yield from evaluation_findings(run_inputs)
@@ -104,8 +102,8 @@ def prompt_findings(run_inputs: RunInputs) -> Iterator[Finding]:
     prompts, run, tokenizer = run_inputs.prompts, run_inputs.run, run_inputs.tokenizer
     row, length = prompts.longest()
     yield ok("prompts", f"{len(prompts):,} prompts in {prompts.name}; the longest, in row {row}, has {length:,} tokens")
-    for place in range(min(NUM_SHOWN, len(prompts))):
-        prompt = prompts.prompt_at(place)
+    for i in range(min(NUM_SHOWN, len(prompts))):
+        prompt = prompts.prompt_at(i)
         text, count = repr(tokenizer.decode(prompt.token_ids)), len(prompt.token_ids)
         if len(text) > MAX_CHARACTERS:
             text = f"{text[: MAX_CHARACTERS // 2]} … {text[-MAX_CHARACTERS // 2 :]}"
@@ -134,9 +132,9 @@ def reward_findings(run_inputs: RunInputs, prompts: Sequence[Prompt]) -> Iterato
         return
     for message in dict.fromkeys(one.message for group in [*gold, *noisy] for one in group.functions if one.message):
         yield problem_of("rewards", RewardError(message), "fix the function")
-    for place, name in enumerate(config.names):
-        of_noise = _mean([value for group in noisy for value in group.functions[place].rewards])
-        of_gold = _mean([value for group in gold for value in group.functions[place].rewards])
+    for i, name in enumerate(config.names):
+        of_noise = _mean([value for group in noisy for value in group.functions[i].rewards])
+        of_gold = _mean([value for group in gold for value in group.functions[i].rewards])
         yield ok("rewards", f"{name}: {of_gold} for the column {GOLD_COLUMN!r}, {of_noise} for noise")
     if not gold:
         yield unknown(
@@ -236,11 +234,12 @@ def first_steps(run: LearnerRun) -> Metrics:
                 groups = controller.next_batch(step - 1, interrupt)
             assert groups is not None
             metrics = train_on(trainer, groups, step - 1, timer)
+            mismatches = trainer.mismatch.pop_by_server(trainer.accelerator, groups)
             with timer("weight_sync"):
                 metrics |= controller.sync_weights(step, groups)
             metrics |= group_metrics(groups, step - 1)
             metrics |= trainer.after_step(step, metrics)
-            controller.record(step, groups, metrics, timer)
+            controller.record(step, groups, metrics, mismatches, timer)
         controller.finish(num_steps, interrupt)
     return read_metrics(Path(run.run_dir))
 

@@ -17,13 +17,13 @@ import msgspec
 import torch
 
 from learner.config import LearnerRun, WeightSyncConfig
-from learner.doctor.reach import ANSWER_TIMEOUT_S, NotReached, answer, ask, names, port
+from learner.doctor.reach import ANSWER_TIMEOUT_S, NotReached, answer, ask, check_names, check_port
 from learner.evaluation.openai_client import EvaluationError, open_client
 from learner.policy.memory import GIB, describe
 from learner.policy.memory_plan import Room, fastest_plan, make_plan
 from learner.policy.model import load_config
 from learner.policy.model_shape import shape_of
-from learner.servers.membership import Membership
+from learner.servers.membership import EndpointSource
 from learner.servers.parity import DTYPES, coarser
 from protocol.channel.keys import learner_keys
 from protocol.channel.sockets import LearnerChannel
@@ -78,9 +78,9 @@ def examine(run: LearnerRun) -> Iterator[Finding]:
         for server, findings in examined:
             yield from _until("transport", runner, server, findings)
         if run.learner.evaluation.every_steps:
-            yield runner.run(evaluation(run.evaluation_url))
+            yield runner.run(check_evaluation(run.evaluation_url))
         yield dtype_finding(run.dtype)
-        yield from resources(run)
+        yield from check_resources(run)
         for server, findings in examined:  # a trial takes seconds
             yield from _until("bandwidth", runner, server, findings)
 
@@ -89,7 +89,7 @@ def servers_now(run: LearnerRun) -> tuple[str, ...]:
     """Return the endpoints of the run. Raises ConfigError."""
     if run.endpoints_from is None:
         return run.servers
-    return Membership(run.endpoints_from, has_keys=run.keys is not None, insecure=run.insecure).endpoints
+    return EndpointSource(run.endpoints_from, has_keys=run.keys is not None, insecure=run.insecure).endpoints
 
 
 def _until(last: str, runner: asyncio.Runner, server: str, findings: AsyncIterator[Finding]) -> Iterator[Finding]:
@@ -106,11 +106,11 @@ async def _next(findings: AsyncIterator[Finding]) -> Finding | None:
 
 async def examine_server(run: LearnerRun, endpoint: str, *, only_scores: bool = False) -> AsyncIterator[Finding]:
     """Check one server, as far as it can be reached. `only_scores`: it holds a frozen reference."""
-    found = names(endpoint)
+    found = check_names(endpoint)
     yield found
     if found.verdict == "problem":
         return
-    found = port(endpoint)
+    found = check_port(endpoint)
     yield found
     if found.verdict == "problem":
         return
@@ -130,21 +130,21 @@ async def examine_server(run: LearnerRun, endpoint: str, *, only_scores: bool = 
             return
         yield ok("keys", f"{endpoint} accepts this learner's key" if keys else "none on either side")
         for finding in (
-            versions(server_info), tenancy(server_info.run),
-            model(server_info.model, run.model, only_scores=only_scores),
-            dtype(run, server_info.dtype, server_info.quantization),
-            clock(offset_s, slack_s),
+            check_versions(server_info), check_tenancy(server_info.run),
+            check_model(server_info.model, run.model, only_scores=only_scores),
+            check_dtype(run, server_info.dtype, server_info.quantization),
+            check_clock(offset_s, slack_s),
         ):  # fmt: skip
             yield finding
         if only_scores:
             return
-        found = transport(run, server_info)
+        found = check_transport(run, server_info)
         yield found
         if found.verdict != "problem":
-            yield await bandwidth(run, channel)
+            yield await check_bandwidth(run, channel)
 
 
-async def evaluation(url: str) -> Finding:
+async def check_evaluation(url: str) -> Finding:
     """Check that an HTTP server answers for the run's evaluations."""
     try:
         async with open_client(url, EVALUATION_TIMEOUT_S) as client:
@@ -155,14 +155,14 @@ async def evaluation(url: str) -> Finding:
         )
 
 
-def tenancy(served: str | None) -> Finding:
+def check_tenancy(served: str | None) -> Finding:
     """Report the run that the server serves, if any."""
     if served is None:
         return ok("tenancy", "the server is free")
     return ok("tenancy", f"the server serves run {served}; another run waits until it ends (learner.connect_timeout_s)")
 
 
-def versions(server_info: ServerInfo) -> Finding:
+def check_versions(server_info: ServerInfo) -> Finding:
     theirs, ours = (server_info.protocol_version, server_info.package_version), (PROTOCOL_VERSION, package_version())
     text = f"slipstream-rl {theirs[1]} (protocol {theirs[0]}) at the server, {ours[1]} (protocol {ours[0]}) here"
     return (
@@ -170,7 +170,7 @@ def versions(server_info: ServerInfo) -> Finding:
     )
 
 
-def model(theirs: ModelFingerprint, name: str, *, only_scores: bool = False) -> Finding:
+def check_model(theirs: ModelFingerprint, name: str, *, only_scores: bool = False) -> Finding:
     """Check that both sides have the same model, or for a frozen reference tokenizer, as the handshake does."""
     try:
         path = local_model(name)
@@ -193,7 +193,7 @@ def model(theirs: ModelFingerprint, name: str, *, only_scores: bool = False) -> 
     return ok("model", f"the same {theirs.architecture} of {theirs.size} on both sides")
 
 
-def dtype(run: LearnerRun, theirs: str, quantization: str = "") -> Finding:
+def check_dtype(run: LearnerRun, theirs: str, quantization: str = "") -> Finding:
     """Compare the dtypes and report the parity bound if they differ."""
     if theirs == run.dtype and not quantization:
         return ok("dtype", f"{theirs} on both sides")
@@ -206,7 +206,7 @@ def dtype(run: LearnerRun, theirs: str, quantization: str = "") -> Finding:
     return ok("dtype", f"{text}: the parity check accepts a mean |Δ logprob| of up to {bound:.2g}")
 
 
-def clock(offset_s: float, slack_s: float) -> Finding:
+def check_clock(offset_s: float, slack_s: float) -> Finding:
     """Check the server's clock, which is `offset_s` ahead, give or take `slack_s`."""
     text = f"the server's clock is {abs(offset_s):.1f} s {'ahead of' if offset_s > 0 else 'behind'} this machine's"
     if abs(offset_s) - slack_s > MAX_CLOCK_OFFSET_S:
@@ -215,7 +215,7 @@ def clock(offset_s: float, slack_s: float) -> Finding:
     return ok("clock", f"{text}, to within {slack_s:.1g} s")
 
 
-def transport(run: LearnerRun, server_info: ServerInfo) -> Finding:
+def check_transport(run: LearnerRun, server_info: ServerInfo) -> Finding:
     """Report the transport that a weight sync would choose."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     wanted, own_device, offered = run.learner.weight_sync.transport, own_device_name(device), offered_transports()
@@ -240,7 +240,7 @@ def transport(run: LearnerRun, server_info: ServerInfo) -> Finding:
     return ok("transport", f"weights are sent with {chosen} to {len(server_info.devices)} worker(s)")
 
 
-async def bandwidth(run: LearnerRun, channel: LearnerChannel) -> Finding:
+async def check_bandwidth(run: LearnerRun, channel: LearnerChannel) -> Finding:
     """Send trial bytes as a weight sync between CPUs would.
 
     With a transport that stays on the GPUs, tcp carries them. Its one port is the learner's.
@@ -306,7 +306,7 @@ def sync_bytes(run: LearnerRun) -> int | None:
     return None if path is None else weight_bytes(path, run.dtype)
 
 
-def resources(run: LearnerRun) -> Iterator[Finding]:
+def check_resources(run: LearnerRun) -> Iterator[Finding]:
     """Check memory and disk for the ranks that `deploy` places on this node, or for one.
 
     docs/memory-formulas.md has the formulas.

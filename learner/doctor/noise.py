@@ -253,7 +253,7 @@ def _disagreements(measured: NoiseMeasurement) -> list[str]:
     return [f"{problem}; {advice}"]
 
 
-def as_text(measured: NoiseMeasurement) -> str:
+def format_measurement(measured: NoiseMeasurement) -> str:
     """Format the table, and the margin of each bound over the noise."""
     columns = measured.columns
     low, high = TRUSTED_RATIO

@@ -34,7 +34,7 @@ class NotReached(Exception):
         self.finding = finding
 
 
-def names(endpoint: str) -> Finding:
+def check_names(endpoint: str) -> Finding:
     """Check that the endpoint's host resolves to an address for connections."""
     host, _ = split_endpoint(endpoint)
     if _is_unspecified(host):
@@ -52,7 +52,7 @@ def names(endpoint: str) -> Finding:
     return ok("names", f"{host} resolves to {', '.join(sorted(addresses))}")
 
 
-def port(endpoint: str) -> Finding:
+def check_port(endpoint: str) -> Finding:
     """Check that the endpoint's port accepts connections."""
     host, port_text = split_endpoint(endpoint)
     where = join_address(host, int(port_text))

@@ -193,8 +193,7 @@ def check_calls(template: ChatTemplate) -> None:
     if call.name not in text:
         log.warning(
             "the chat template of %s does not render calls: one of %s is %r. The policy learns of its tools only "
-            "from the "
-            "prompt, and its calls may be unreadable", _name(template), call.name, text,
+            "from the prompt, and its calls may be unreadable", _name(template), call.name, text,
         )  # fmt: skip
         return
     problem = _problem(template, prompt, turn, call)
@@ -245,7 +244,7 @@ def _written(template: ChatTemplate, call: Call) -> tuple[list[int], list[int]]:
         for answer in (calls, {"content": "Q"})
     )
     start = num_shared(whole, other)
-    ends = [place for place in range(start, len(whole)) if template.is_end(whole[place])]
+    ends = [i for i in range(start, len(whole)) if template.is_end(whole[i])]
     return whole[:start], whole[start : ends[-1] + 1 if ends else len(whole)]
 
 

@@ -67,7 +67,7 @@ def plain(value: Any, depth: int) -> Any:
         case None | bool():
             return value
         case str():
-            return str(value)
+            return str.__str__(value)  # of a text that is an Enum, str(value) is the name
         case numbers.Integral():
             return int(value)
         case numbers.Real():

@@ -42,6 +42,11 @@ def load_environment(spec: str, *, takes_text: bool) -> type:
         raise NotLoaded(f"it is {shorten(factory)}, expected a class")
     if not callable(getattr(factory, "reset", None)):
         raise NotLoaded("the class has no method reset(self, **row), which begins an episode")
+    if callable(getattr(factory, "done", None)):
+        raise NotLoaded(
+            "done is a method of the class, so every episode would be over at once; make it an attribute or a "
+            "property, or rename the method"
+        )
     if takes_text:
         method_of_turns(factory)
     return factory

@@ -173,13 +173,13 @@ def _reach(template: ChatTemplate, rendered: list[int], recorded: list[int], sto
     text = _text_of(template, recorded[begin : len(recorded) - has_ended])
     cut = [] if has_ended else [stop for stop in map(_without_spaces, stops) if stop]
     shown = ""
-    for place in range(begin, len(rendered)):
-        if rendered[place] not in ends:
+    for end in range(begin, len(rendered)):
+        if rendered[end] not in ends:
             continue
-        shown += _text_of(template, rendered[begin:place])
-        begin = place
+        shown += _text_of(template, rendered[begin:end])
+        begin = end
         if text == shown or text.startswith(tuple(shown + stop for stop in cut)):
-            return place + has_ended
+            return end + has_ended
         if not text.startswith(shown):
             return None
     return None

@@ -30,7 +30,7 @@ from learner.environments.contract import (
     schemas_of,
 )
 from learner.sandbox.descendants import end_if_forked
-from learner.sandbox.user_code import ERRORS, NotLoaded, as_text, describe, shorten
+from learner.sandbox.user_code import ERRORS, NotLoaded, describe, digests_of_files, shorten, to_utf8_text
 
 
 class Reset(msgspec.Struct, frozen=True):
@@ -68,6 +68,13 @@ class Rate(msgspec.Struct, frozen=True):
 
 class Describe(msgspec.Struct, frozen=True):
     """Command to describe the tools."""
+
+
+class LoadedClass(msgspec.Struct, frozen=True, tag=True):
+    """The class and the tools are loaded."""
+
+    file_digests: dict[str, str]
+    """Digests of their files, by path."""
 
 
 class StepResult(msgspec.Struct, frozen=True, tag=True):
@@ -113,7 +120,7 @@ class UnusableResult(Exception):
     """A method of the class returned something else than expected. The text continues the method's name."""
 
 
-Answer = StepResult | TurnFeedback | RewardResult | ToolSchemas | ClassError
+Answer = LoadedClass | StepResult | TurnFeedback | RewardResult | ToolSchemas | ClassError
 Command = Reset | Turn | Call | Observe | Rate | Describe
 ANSWER = msgspec.msgpack.Decoder(Answer)
 
@@ -128,11 +135,12 @@ def serve(pipe: connection.Connection, spec: str | None, tools: Sequence[str], t
 
     try:
         factory = None if spec is None else load_environment(spec, takes_text=takes_text)
-        host = Host(factory, load_functions(tools))
+        functions = load_functions(tools)
+        host = Host(factory, functions)
     except NotLoaded as error:
         send(ClassError(str(error)))
         return
-    send(StepResult(""))
+    send(LoadedClass(digests_of_files([factory, *functions.values()])))
     with suppress(EOFError):
         while True:
             send(host.answer(pipe.recv()))
@@ -198,7 +206,7 @@ class Host:
         try:
             returned = self._result_of(getattr(self._instance, method)(text))
         except ERRORS as error:  # as in TRL: the policy reads the error, and may do better
-            return StepResult(as_text(error) or type(error).__name__, self._is_done, has_failed=True)
+            return StepResult(to_utf8_text(error) or type(error).__name__, self._is_done, has_failed=True)
         return self._step_result(returned, method)
 
     def _call(self, name: str, arguments: dict[str, Any]) -> StepResult:
@@ -209,7 +217,7 @@ class Host:
             returned = self._result_of(self._tools[name](**arguments))
         except ERRORS as error:
             return StepResult(str({"error": str(error) or type(error).__name__}), self._is_done, has_failed=True)
-        return StepResult(as_text(returned), self._is_done)
+        return StepResult(to_utf8_text(returned), self._is_done)
 
     def _result_of(self, result: Any) -> Any:
         return self._loop.run(result) if inspect.iscoroutine(result) else result
@@ -217,7 +225,7 @@ class Host:
     def _step_result(self, returned: Any, method: str) -> StepResult:
         if returned is not None and not isinstance(returned, str):
             raise UnusableResult(f"{method} returned {shorten(returned)}, expected a text or None")
-        return StepResult(as_text(returned or ""), self._is_done)
+        return StepResult(to_utf8_text(returned or ""), self._is_done)
 
     def _feedback(self, after_turn: bool) -> TurnFeedback:
         reward = self._number_of(TURN_REWARD) if after_turn else None

@@ -111,6 +111,12 @@ class Player:
         async with self._environments.lease() as lease:
             opening = await progress.call(lease, Reset({**progress.prompt.columns, "prompt": progress.prompt.prompt}))
             if isinstance(opening, StepResult):
+                if opening.is_done:
+                    log.warning(
+                        "an episode of prompt %d was over before its first turn: `done` is true after reset; set it to "
+                        "False in reset, because an instance plays one episode after another",
+                        progress.prompt.prompt_id,
+                    )
                 await self._converse(progress, lease, opening, ask)
             if progress.state in REWARDED:
                 rated = await progress.call(lease, self._rate)

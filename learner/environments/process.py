@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from learner.config import EnvironmentConfig
-from learner.environments.host import ANSWER, Answer, ClassError, Command, Describe, ToolSchemas, serve
+from learner.environments.host import ANSWER, Answer, ClassError, Command, Describe, LoadedClass, ToolSchemas, serve
 from learner.sandbox.pool import ProcessPool
 from learner.sandbox.process import STARTUP_REMEDY, STARTUP_TIMEOUT_S, PipeProcess, ProcessFailure, SandboxLimits
 from learner.sandbox.start import fork, run_script
@@ -44,6 +44,8 @@ class EnvironmentProcess(PipeProcess):
             answer = self._checked(self.answer(ANSWER, STARTUP_TIMEOUT_S, STARTUP_REMEDY))
             if isinstance(answer, ProcessFailure):
                 return answer
+            assert isinstance(answer, LoadedClass)
+            self.user_files.compare(answer.file_digests)
             self._is_loaded = True
         return None
 

@@ -286,7 +286,7 @@ class PartialHeader(msgspec.Struct, frozen=True):
 class PartialLine(msgspec.Struct, frozen=True):
     """Later line of the file: the answer to one prompt."""
 
-    place: int
+    index: int = msgspec.field(name="place")
     answered: PromptAnswers
 
 
@@ -302,9 +302,9 @@ class PartialResults:
         self.forget()
         self._append(header)
 
-    def add(self, place: int, answered: PromptAnswers) -> None:
+    def add(self, index: int, answered: PromptAnswers) -> None:
         """Append an answer. Raises DiskError."""
-        self._append(PartialLine(place, answered))
+        self._append(PartialLine(index, answered))
 
     def left(self) -> tuple[PartialHeader, dict[int, PromptAnswers]] | None:
         """Return the first line and the answers by prompt index that are in the file.
@@ -319,7 +319,7 @@ class PartialResults:
             found = [msgspec.json.decode(line, type=PartialLine) for line in lines]
         except (ValueError, msgspec.DecodeError):  # from another version of Slipstream, or no complete line
             return None
-        return header, {line.place: line.answered for line in found}
+        return header, {line.index: line.answered for line in found}
 
     def forget(self) -> None:
         """Delete the file. Raises DiskError."""

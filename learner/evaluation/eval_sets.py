@@ -25,7 +25,7 @@ class EvalSet:
         self.config, self.url = run.learner.evaluation.of_set(set_name), run.evaluation_url
         self.source = run_inputs.prompts_of(evaluated_data(self.config, run.learner.data))
         self.name = self.source.name
-        self.prompts = [self.source.prompt_at(place) for place in range(len(self.source))]
+        self.prompts = [self.source.prompt_at(i) for i in range(len(self.source))]
         self.digest = _digest(run, self.config, self.source)
         self.player: EpisodePlayer | None = None
         """Player of the episodes. None: the set has only completions (episodes.py)."""

@@ -58,7 +58,7 @@ def evaluate(run: LearnerRun) -> list[Evaluation]:
         loop = LoopThread("evaluation")
         cleanup.callback(loop.stop)
         open_players(sets, workers, loop, cleanup)
-        work = ask_and_rate_all(sets, workers, {}, lambda place, answered: None)
+        work = ask_and_rate_all(sets, workers, {}, lambda index, answered: None)
         made = loop.submit(work).result()
     return [_recorded(Path(run.run_dir) / FILE, one) for one in made]
 
@@ -87,7 +87,7 @@ async def ask_and_rate_all(
     made, first = [], 0
     for eval_set in sets:
         end = first + len(eval_set.prompts)
-        of_set = {place - first: answered for place, answered in known.items() if first <= place < end}
+        of_set = {index - first: answered for index, answered in known.items() if first <= index < end}
         made.append(await ask_and_rate(eval_set, workers, of_set, _counted_from(first, when_answered), of_run=of_run))
         first = end
     return made
@@ -96,7 +96,7 @@ async def ask_and_rate_all(
 def _counted_from(
     first: int, when_answered: Callable[[int, PromptAnswers], None]
 ) -> Callable[[int, PromptAnswers], None]:
-    return lambda place, answered: when_answered(first + place, answered)
+    return lambda index, answered: when_answered(first + index, answered)
 
 
 async def ask_and_rate(
@@ -118,28 +118,28 @@ async def ask_and_rate(
         RewardError: A reward function failed.
     """
     started = time.monotonic()
-    ratings = {place: _submit(eval_set, workers, place, answered) for place, answered in known.items()}
+    ratings = {index: _submit(eval_set, workers, index, answered) for index, answered in known.items()}
 
-    def take(place: int, answered: PromptAnswers) -> None:
-        when_answered(place, answered)
-        ratings[place] = _submit(eval_set, workers, place, answered)
+    def take(index: int, answered: PromptAnswers) -> None:
+        when_answered(index, answered)
+        ratings[index] = _submit(eval_set, workers, index, answered)
 
-    missing = [place for place in range(len(eval_set.prompts)) if place not in known]
+    missing = [index for index in range(len(eval_set.prompts)) if index not in known]
     answer_to = completions_of if eval_set.player is None else episodes_of
     model, new = await ask_all(eval_set, missing, answer_to, take, of_run=of_run)
     answers = dict(known) | new
-    rewards = [await _rated(eval_set, ratings[place]) for place in range(len(eval_set.prompts))]
-    made = summarize_ratings(eval_set, model, [answers[place] for place in range(len(answers))], rewards)
+    rewards = [await _rated(eval_set, ratings[index]) for index in range(len(eval_set.prompts))]
+    made = summarize_ratings(eval_set, model, [answers[index] for index in range(len(answers))], rewards)
     return msgspec.structs.replace(made, seconds=time.monotonic() - started)
 
 
-def _submit(eval_set: EvalSet, workers: RewardWorkers, place: int, answered: PromptAnswers) -> "Rating":
+def _submit(eval_set: EvalSet, workers: RewardWorkers, index: int, answered: PromptAnswers) -> "Rating":
     if answered.played is not None:
-        return asyncio.ensure_future(rate_played(eval_set, workers, eval_set.prompts[place], answered.played))
+        return asyncio.ensure_future(rate_played(eval_set, workers, eval_set.prompts[index], answered.played))
     texts_K, ids_K = _texts(eval_set, answered), answered.token_ids_K
     if ids_K is None:
         ids_K = [eval_set.tokenizer.encode(text, add_special_tokens=False) for text in texts_K]
-    return workers.submit(eval_set.prompts[place], texts_K, ids_K)
+    return workers.submit(eval_set.prompts[index], texts_K, ids_K)
 
 
 def _texts(eval_set: EvalSet, answered: PromptAnswers) -> list[str]:
@@ -180,8 +180,8 @@ def summarize_ratings(
     ends, turns_mean = ends_of(answers) if is_played else ({}, None)
     values_PK = _table(group.rewards for group in rewards)
     by_name = {
-        name: _table(group.functions[place].rewards for group in rewards)
-        for place, name in enumerate(run.learner.reward.names)
+        name: _table(group.functions[index].rewards for group in rewards)
+        for index, name in enumerate(run.learner.reward.names)
     }
     is_finished_PK = np.array([answered.is_finished_K for answered in answers])
     versions = [answered.versions for answered in answers if answered.versions is not None]

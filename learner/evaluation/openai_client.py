@@ -63,7 +63,7 @@ class PromptAnswers(msgspec.Struct, frozen=True):
 
 async def ask_all(
     eval_set: EvalSet,
-    places: Sequence[int],
+    indices: Sequence[int],
     answer_to: "AnswerTo",
     when_answered: Callable[[int, PromptAnswers], None],
     *,
@@ -84,7 +84,7 @@ async def ask_all(
     async with open_client(eval_set.url, config.timeout_s, of_run=of_run) as client:
         served = await client.model_served()
         bar = tqdm(
-            total=len(places),
+            total=len(indices),
             desc=f"evaluating {eval_set.set_name or ''}".strip(),
             unit="prompt",
             mininterval=PROGRESS_EVERY_S,
@@ -92,16 +92,16 @@ async def ask_all(
             disable=of_run is not None or not output_mode().has_bars,
         )
 
-        async def ask(place: int) -> None:
+        async def ask(index: int) -> None:
             async with room:
-                answers[place] = await answer_to(eval_set, client, served, prompts[place])
-            when_answered(place, answers[place])
+                answers[index] = await answer_to(eval_set, client, served, prompts[index])
+            when_answered(index, answers[index])
             bar.update()
 
         try:
             async with asyncio.TaskGroup() as group:
-                for place in places:
-                    group.create_task(ask(place))
+                for index in indices:
+                    group.create_task(ask(index))
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from None  # the first error has canceled the other tasks
         finally:
@@ -317,7 +317,7 @@ MAX_STOPS = 4
 
 def end_of(text: str, stops: Sequence[str]) -> int | None:
     """Return the end of the stop string that ends first, or None."""
-    return min((place + len(stop) for stop in stops if (place := text.find(stop)) >= 0), default=None)
+    return min((start + len(stop) for stop in stops if (start := text.find(stop)) >= 0), default=None)
 
 
 def cut_choice(

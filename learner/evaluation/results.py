@@ -225,7 +225,7 @@ def earlier(path: Path) -> list[Evaluation]:
         return [msgspec.json.decode(line, type=Evaluation) for line in whole.splitlines()]
     except msgspec.DecodeError as error:
         raise ConfigError(
-            f"{path} contains a line that is not an evaluation ({error}); move the file to another place"
+            f"{path} contains a line that is not an evaluation ({error}); move the file to another directory"
         ) from error
 
 
@@ -244,7 +244,7 @@ def remove_later(path: Path, step: int) -> None:
         replace_file(path, b"".join(msgspec.json.encode(one) + b"\n" for one in left))
 
 
-def as_text(made: Evaluation) -> str:
+def format_evaluation(made: Evaluation) -> str:
     """Format an evaluation for the console."""
     sampled = (
         "greedy" if made.temperature == 0 else f"{made.num_samples} samples each at temperature {made.temperature:g}"

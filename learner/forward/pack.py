@@ -191,10 +191,10 @@ class _Laying:
         """Add a tree of (prompt, completion) pairs."""
         prompts, inputs = [prompt for prompt, _ in sequences], [ids[:-1] for _, ids in sequences]
         runs = _depth_first(runs_of(prompts))
-        num_rows = [run.end - run.start + sum(len(inputs[place]) for place in run.ends) for run, _ in runs]
-        for place in reversed(range(len(runs))):
-            if (parent := runs[place][1]) is not None:
-                num_rows[parent] += num_rows[place]
+        num_rows = [run.end - run.start + sum(len(inputs[i]) for i in run.ends) for run, _ in runs]
+        for i in reversed(range(len(runs))):
+            if (parent := runs[i][1]) is not None:
+                num_rows[parent] += num_rows[i]
         start = self.segments[-1].end if self.segments else 0
         paths_of_runs: list[tuple[Segment, ...]] = []
         paths: dict[int, tuple[Segment, ...]] = {}
@@ -203,11 +203,11 @@ class _Laying:
             path = (*(() if parent is None else paths_of_runs[parent]), segment)
             paths_of_runs.append(path)
             start = self._append(segment, prompts[run.of][run.start : run.end])
-            for place in run.ends:
-                leaf = Segment(start, len(inputs[place]), run.end, start + len(inputs[place]))
-                paths[place] = (*path, leaf)
-                start = self._append(leaf, inputs[place])
-        self.paths_B += [paths[place] for place in range(len(sequences))]
+            for i in run.ends:
+                leaf = Segment(start, len(inputs[i]), run.end, start + len(inputs[i]))
+                paths[i] = (*path, leaf)
+                start = self._append(leaf, inputs[i])
+        self.paths_B += [paths[i] for i in range(len(sequences))]
 
     def _append(self, segment: Segment, ids: np.ndarray) -> int:
         """Append a segment; return the next free row."""
@@ -217,7 +217,7 @@ class _Laying:
 
 
 def _depth_first(roots: Sequence[TokenRun]) -> list[tuple[TokenRun, int | None]]:
-    """Return each run before those that continue it, with the place of the run that it continues in this list."""
+    """Return each run before those that continue it, with the index of the run that it continues in this list."""
     runs: list[tuple[TokenRun, int | None]] = []
     pending: list[tuple[TokenRun, int | None]] = [(run, None) for run in reversed(roots)]
     while pending:

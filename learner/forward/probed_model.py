@@ -23,7 +23,7 @@ from learner.forward.attention import layers_of
 PROBE_WINDOW = 32
 WINDOW_WORDS = ("window", "attention_chunk", "index_topk")
 """Parts of the names of settings that limit how many keys a query sees."""
-PLACES = ("idx", "index", "number", "_id")
+INDEX_SUFFIXES = ("idx", "index", "number", "_id")
 """Ends of the names of attributes that number the layers."""
 ROUNDING = 2.0**-21
 """Relative size of a few float32 roundings."""
@@ -70,7 +70,7 @@ def _kind(layer: nn.Module) -> tuple[object, ...]:
 
 
 def _is_switch(key: str, value: object) -> bool:
-    return isinstance(value, int) and value in (0, 1) and not key.endswith(PLACES)
+    return isinstance(value, int) and value in (0, 1) and not key.endswith(INDEX_SUFFIXES)
 
 
 @contextmanager

@@ -31,6 +31,9 @@ from typing import Any
 
 MAX_VARIABLE_BYTES = 32 * os.sysconf("SC_PAGE_SIZE")
 """Linux's limit of an environment variable: its name, its value and the null byte."""
+CANCEL_TIMEOUT_S = 1.0
+LOOP = asyncio.new_event_loop()
+"""One event loop for all episodes, because the connections of a client that an agent keeps belong to their loop."""
 SANDBOX = os.path.join(os.path.dirname(os.path.dirname(__file__)), "sandbox")
 
 
@@ -64,7 +67,7 @@ def main(fd: str, kind: str, spec: str) -> None:
     except user_code.NotLoaded as error:
         send(problem=str(error))
         return
-    send(reward=None)
+    send(file_digests=user_code.digests_of_files([run]) if kind == "agent" else {})
     while True:
         send(**outcome(run, requests.get()))
 
@@ -85,9 +88,7 @@ def send_of(owner: int, channel: socket.socket, **answer: Any) -> None:
 def outcome(run: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]:
     try:
         return {
-            "reward": checked(
-                asyncio.run(awaited(play(run, request))) if is_asynchronous(run) else play_without_loop(run, request)
-            )
+            "reward": checked(in_loop(play(run, request)) if is_asynchronous(run) else play_without_loop(run, request))
         }
     except user_code.ERRORS as error:
         return {"problem": f"raised {user_code.describe(error)}"}
@@ -106,18 +107,27 @@ def play_without_loop(run: Callable[..., Any], request: dict[str, Any]) -> Any:
     """Call a synchronous agent, which may start its own event loop."""
     with http_client(is_asynchronous=False) as client:
         reward = run(request["row"], base_url=request["base_url"], api_key=request["api_key"], http_client=client)
-    return asyncio.run(awaited(reward)) if inspect.isawaitable(reward) else reward
+        if not inspect.isawaitable(reward):
+            return reward
+        if not (inspect.iscoroutine(reward) and is_asynchronous(inspect.unwrap(run))):
+            return in_loop(reward)
+    reward.close()  # a decorator hid an asynchronous agent, which has not begun and needs the other client
+    return in_loop(play(run, request))
 
 
-class UnawaitedThreads(ThreadPoolExecutor):
-    """Threads of an episode, which does not wait for those that its agent has given up, as they may hang."""
-
-    def shutdown(self, wait: bool = True, **options: Any) -> None:
-        super().shutdown(wait=False, **options)
+def in_loop(reward: Awaitable[Any]) -> Any:
+    """Return the result of an awaitable. Cancel the tasks that it leaves behind."""
+    try:
+        return LOOP.run_until_complete(awaited(reward))
+    finally:
+        if left := asyncio.all_tasks(LOOP):
+            for task in left:
+                task.cancel()
+            LOOP.run_until_complete(asyncio.wait(left, timeout=CANCEL_TIMEOUT_S))
 
 
 async def awaited(reward: Awaitable[Any]) -> Any:
-    asyncio.get_running_loop().set_default_executor(UnawaitedThreads())
+    LOOP.set_default_executor(ThreadPoolExecutor())  # another one may have threads that an earlier episode left hanging
     return await reward
 
 

@@ -1,6 +1,6 @@
 """HTTP endpoint for agents: chat and text completions, responses and Anthropic's messages, and /v1/models.
 
-    agent ─▶ key ─▶ dialect ─▶ tokens (places.py) ─▶ Session: turn ─▶ text, calls ─▶ recorded ─▶ dialect ─▶ agent
+    agent ─▶ key ─▶ dialect ─▶ tokens (prefix_index.py) ─▶ Session: turn ─▶ text, calls ─▶ recorded ─▶ dialect ─▶ agent
 
 It runs in the learner's event loop, and its work on tokens in threads (tokenizer_threads.py). The API key identifies
 the episode. `dialects/` has the APIs; everything else is the same for all of them.
@@ -103,13 +103,13 @@ class Gateway:
 
     async def _chat_turn(self, session: Session, asked: AgentRequest, request: web.Request) -> AgentTurn:
         template = self._template_of(asked)
-        messages, prompt = await in_tokenizer_thread(session.places.of_chat, template, asked.conversation or [])
+        messages, prompt = await in_tokenizer_thread(session.prefixes.of_chat, template, asked.conversation or [])
         sampled = await session.turn(prompt, asked.max_tokens, asked.stops)
         message = await in_tokenizer_thread(self._read, template, sampled, asked.stops)
         check_connected(request)
         session.record(sampled)
         session.num_calls += len(message.get("tool_calls", ()))
-        session.places.add_chat(template, [*messages, message], sampled.all_token_ids, asked.stops)
+        session.prefixes.add_chat(template, [*messages, message], sampled.all_token_ids, asked.stops)
         return self._agent_turn(asked, sampled, message)
 
     async def _text_turn(self, session: Session, asked: AgentRequest, request: web.Request) -> AgentTurn:
@@ -119,7 +119,7 @@ class Gateway:
         check_connected(request)
         session.record(sampled)
         if before is not None:
-            session.places.add_text(before + text, sampled.all_token_ids)
+            session.prefixes.add_text(before + text, sampled.all_token_ids)
         return self._agent_turn(asked, sampled, spoken(cut_at(text, asked.stops)[0], None, (), sampled.turn_id))
 
     def _agent_turn(self, asked: AgentRequest, sampled: SessionTurn, message: Message) -> AgentTurn:
@@ -131,7 +131,7 @@ class Gateway:
         session = self._session_of(request)
         asked = dialect.read(await request.read(), self._rules)
         template = self._template_of(asked)
-        _, prompt = await in_tokenizer_thread(session.places.of_chat, template, asked.conversation or [])
+        _, prompt = await in_tokenizer_thread(session.prefixes.of_chat, template, asked.conversation or [])
         return web.json_response({"input_tokens": len(prompt)})
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -165,7 +165,7 @@ class Gateway:
             (prompt,) = prompt
         if isinstance(prompt, str):
             adds = asked.adds_special_tokens
-            return session.places.of_text(self._template, prompt, adds_special_tokens=adds), prompt
+            return session.prefixes.of_text(self._template, prompt, adds_special_tokens=adds), prompt
         size = len(self._template.tokenizer)
         if not all(isinstance(token, int) and 0 <= token < size for token in prompt):
             raise RefusedRequest(
@@ -199,9 +199,9 @@ class Gateway:
 
 def cut_at(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
     """Cut a text before the stop text that ended the turn, as the APIs do. Return that stop text too, if any."""
-    found = [(place, stop) for stop in stops if (place := text.find(stop)) >= 0]
-    place, stop = min(found, default=(len(text), None))
-    return text[:place], stop
+    found = [(end, stop) for stop in stops if (end := text.find(stop)) >= 0]
+    end, stop = min(found, default=(len(text), None))
+    return text[:end], stop
 
 
 @web.middleware

@@ -49,7 +49,7 @@ def episode_over(state: str) -> RefusedRequest:
 
 
 def read_messages(messages: Iterable[tuple[str, dict[str, Any]]], parameter: str) -> list[Message]:
-    """Convert the messages of a request, each with its place in the request, such as `messages[2]`.
+    """Convert the messages of a request, each with its path in the request, such as `messages[2]`.
 
     Raises:
         RefusedRequest: If there is none or one is invalid. It names `parameter`.

@@ -143,6 +143,8 @@ class AgentAnswer(msgspec.Struct, frozen=True):
 
     reward: float | dict[str, float] | None = None
     problem: str | None = None
+    file_digests: dict[str, str] = {}
+    """Digests of the agent's files, by path. Only the answer to its start has them."""
 
 
 class EpisodeRequest(msgspec.Struct, frozen=True):
@@ -227,6 +229,7 @@ class AgentProcess(SandboxProcess):
             answer = msgspec.json.decode(line, type=AgentAnswer)
         except msgspec.DecodeError as error:
             return await asyncio.to_thread(self.end_invalid, error)
+        self.user_files.compare(answer.file_digests)
         return AgentReward(answer.reward) if answer.problem is None else ProcessFailure("failed", answer.problem)
 
 

@@ -27,7 +27,7 @@ from learner.environments.episode import (
 )
 from learner.environments.player import Ask, TurnPrompt, TurnResult
 from learner.gateway.messages import RefusedRequest, episode_over, starts_with
-from learner.gateway.places import PrefixIndex
+from learner.gateway.prefix_index import PrefixIndex
 from learner.prompts.chat_template import Message
 from learner.prompts.prompts import Prompt
 from learner.sandbox.process import ProcessFailure
@@ -67,7 +67,7 @@ class Session:
     def __init__(self, config: LearnerConfig, prompt: Prompt, number: int, ask: Ask, max_tokens: int) -> None:
         self._config, self._prompt, self._number, self._ask = config, prompt, number, ask
         self._max_tokens = max_tokens
-        self.places = PrefixIndex()
+        self.prefixes = PrefixIndex()
         self.turns: dict[str, EpisodeTurn] = {}
         """Recorded turns by id, in order."""
         self.num_calls = 0
@@ -245,7 +245,7 @@ class Session:
 
     def _messages(self) -> list[Message]:
         """Return the messages after the row's prompt, or none for a text prompt."""
-        messages, prompt = self.places.last_messages, self._prompt.prompt
+        messages, prompt = self.prefixes.last_messages, self._prompt.prompt
         if isinstance(prompt, str) or not messages:
             return []
         if starts_with(messages, prompt):

@@ -72,8 +72,8 @@ class HostAdamW(torch.optim.AdamW):
         """Keep the moments where they are, in host memory. torch's method would move them to the device."""
         super().load_state_dict(state_dict | {"state": {}})
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for place, state in state_dict["state"].items():
-            parameter = parameters[place]
+        for index, state in state_dict["state"].items():
+            parameter = parameters[index]
             self.state[parameter] = state | {"step": state["step"].to(parameter.device)}
 
 

@@ -3,7 +3,7 @@
     shape, run, Room ─▶ all settings, fastest first ─▶ the first that fits ─▶ Plan
                                                     └▶ none: ConfigError with the smallest changes that would fit
 
-Gradient checkpointing, tokens per pass, sharding and the place of the optimizer's moments are chosen together,
+Gradient checkpointing, tokens per pass, sharding and the device of the optimizer's moments are chosen together,
 because they trade the same memory against different amounts of time.
 
 Pure. Invariant: a key with a value other than "auto" is kept. Equal arguments give the same plan on every rank.

@@ -249,7 +249,7 @@ class _Part:
 
     def __init__(self, owners: Iterable[nn.Module], dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._places = [
+        self._owners = [
             (owner, name)
             for owner in owners
             for name, parameter in owner._parameters.items()
@@ -260,18 +260,18 @@ class _Part:
 
     @property
     def needs_cast(self) -> bool:
-        return any(cast(nn.Parameter, owner._parameters[name]).dtype != self._dtype for owner, name in self._places)
+        return any(cast(nn.Parameter, owner._parameters[name]).dtype != self._dtype for owner, name in self._owners)
 
     def enter(self, module: nn.Module, args: Any) -> Any:
-        self._parameters = [owner._parameters[name] for owner, name in self._places]
+        self._parameters = [owner._parameters[name] for owner, name in self._owners]
         # Tensors computed from the parameters keep the cast in the graph, as under FSDP2.
-        for (owner, name), low in zip(self._places, _all_in(self._dtype, self._parameters), strict=True):
+        for (owner, name), low in zip(self._owners, _all_in(self._dtype, self._parameters), strict=True):
             owner._parameters[name] = cast(nn.Parameter, low)
         # Mamba casts its head's input to the dtype that the weight has before this cast.
         return (args[0].to(self._dtype), *args[1:]) if isinstance(module, nn.Linear) and args else None
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        for (owner, name), parameter in zip(self._places, self._parameters, strict=False):
+        for (owner, name), parameter in zip(self._owners, self._parameters, strict=False):
             owner._parameters[name] = parameter
         self._parameters = []
 
@@ -300,10 +300,10 @@ class _Cast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        places = [i for i, grad in enumerate(grads) if grad is not None]
-        found = _cast([cast(torch.Tensor, grads[i]) for i in places], [ctx.dtypes[i] for i in places])
-        by_place = dict(zip(places, found, strict=True))
-        return None, *(by_place.get(i) for i in range(len(grads)))
+        indices = [i for i, grad in enumerate(grads) if grad is not None]
+        found = _cast([cast(torch.Tensor, grads[i]) for i in indices], [ctx.dtypes[i] for i in indices])
+        by_index = dict(zip(indices, found, strict=True))
+        return None, *(by_index.get(i) for i in range(len(grads)))
 
 
 def _cast(tensors: Sequence[torch.Tensor], dtypes: Sequence[torch.dtype]) -> list[torch.Tensor]:

@@ -135,14 +135,14 @@ def in_name_only(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def _replaced(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Replace the tensors on the meta device, tied ones by one, and put them back."""
-    places = [
+    slots = [
         (module, key, tensor)
         for module in model.modules()
         for key, tensor in (*module._parameters.items(), *module._buffers.items())
         if tensor is not None and tensor.is_meta
     ]
     stand_ins: dict[torch.Tensor, torch.Tensor] = {}
-    for module, key, tensor in places:
+    for module, key, tensor in slots:
         if tensor not in stand_ins:
             made = make(tensor)
             is_parameter = isinstance(tensor, nn.Parameter)
@@ -151,7 +151,7 @@ def _replaced(model: nn.Module, make: Callable[[torch.Tensor], torch.Tensor]) ->
     try:
         yield
     finally:
-        for module, key, tensor in places:
+        for module, key, tensor in slots:
             setattr(module, key, tensor.requires_grad_(stand_ins[tensor].requires_grad))
 
 

@@ -80,11 +80,11 @@ class ShardWriter(dcp.FileSystemWriter):
     """DCP's writer, with an index in JSON."""
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        places = {written.index: written.storage_data for of_rank in results for written in of_rank}
+        locations = {written.index: written.storage_data for of_rank in results for written in of_rank}
         index = Index()
         for name, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata), f"{name} is not a tensor"
-            parts = [(chunk, places[MetadataIndex(name, chunk.offsets)]) for chunk in tensor.chunks]
+            parts = [(chunk, locations[MetadataIndex(name, chunk.offsets)]) for chunk in tensor.chunks]
             index[name] = StoredTensor(
                 dtype=str(tensor.properties.dtype).removeprefix("torch."),
                 size=tuple(tensor.size),
@@ -92,11 +92,11 @@ class ShardWriter(dcp.FileSystemWriter):
                     ShardPart(
                         offsets=tuple(chunk.offsets),
                         sizes=tuple(chunk.sizes),
-                        relative_path=place.relative_path,
-                        offset=place.offset,
-                        length=place.length,
+                        relative_path=location.relative_path,
+                        offset=location.offset,
+                        length=location.length,
                     )
-                    for chunk, place in parts
+                    for chunk, location in parts
                 ),
             )
         Path(self.path, INDEX_FILE).write_bytes(msgspec.json.encode(index))
@@ -220,7 +220,7 @@ def read_trained(policy: nn.Module, optimizer: torch.optim.Optimizer, directory:
     settings = optimizer.state_dict()["param_groups"]
     name_of = {id(parameter): name for name, parameter in parameters.items()}
     order = [name_of[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-    state = {place: states[name] for place, name in enumerate(order) if name in states}
+    state = {i: states[name] for i, name in enumerate(order) if name in states}
     optimizer.load_state_dict({"state": state, "param_groups": settings})
 
 

@@ -145,11 +145,11 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
             return list(self._apply(messages, not goes_on, tokenize=True, goes_on=goes_on))
         return list(self.tokenizer.encode(self.prompt_text(messages), add_special_tokens=False))
 
-    def shows(self, messages: Sequence[Message], place: int) -> bool:
+    def shows(self, messages: Sequence[Message], index: int) -> bool:
         """Return whether the template renders this message's content. Raises DataError."""
         render: Callable[[list[Message]], Any] = self.text if self.has_texts else self.token_ids
-        before, after = messages[:place], messages[place + 1 :]
-        one, other = (render([*before, messages[place] | {"content": text}, *after]) for text in "AB")
+        before, after = messages[:index], messages[index + 1 :]
+        one, other = (render([*before, messages[index] | {"content": text}, *after]) for text in "AB")
         return bool(one != other)
 
     def prefill(self, messages: Sequence[Message]) -> str | None:
@@ -184,7 +184,7 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
 def num_shared(one: Sequence[int], other: Sequence[int]) -> int:
     """Return the length of the common prefix of two token sequences."""
     pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (here, there) in pairs if here != there), min(len(one), len(other)))
+    return next((index for index, (here, there) in pairs if here != there), min(len(one), len(other)))
 
 
 def _without(mark: str, text: str) -> str:

@@ -114,18 +114,18 @@ class Encoder(msgspec.Struct, frozen=True, eq=False):
         """
         token_ids: list[list[int]] = [[]] * len(prompts)
         for is_plain in (True, False):
-            places = [place for place, prompt in enumerate(prompts) if isinstance(prompt, str) == is_plain]
+            indices = [i for i, prompt in enumerate(prompts) if isinstance(prompt, str) == is_plain]
             if not is_plain and not self.template.has_texts:
-                encoded = [self._templated(templates[p].prompt_ids, prompts[p], numbers[p]) for p in places]
+                encoded = [self._templated(templates[p].prompt_ids, prompts[p], numbers[p]) for p in indices]
             else:
                 texts = [
                     prompts[p] if is_plain else self._templated(templates[p].prompt_text, prompts[p], numbers[p])
-                    for p in places
+                    for p in indices
                 ]
                 encoded = self.template.tokenizer(texts, add_special_tokens=is_plain)["input_ids"] if texts else []
                 encoded = [self.template.with_one_begin(ids) for ids in encoded]
-            for place, ids in zip(places, encoded, strict=True):
-                token_ids[place] = list(ids)
+            for i, ids in zip(indices, encoded, strict=True):
+                token_ids[i] = list(ids)
         for number, ids in zip(numbers, token_ids, strict=True):
             if not ids:
                 raise DataError(
@@ -143,11 +143,11 @@ class Encoder(msgspec.Struct, frozen=True, eq=False):
         for prompt, template, number in zip(prompts, templates, numbers, strict=True):
             if isinstance(prompt, str) or not template.turns.goes_on:  # agents render their own prompts
                 continue
-            for place, message in enumerate(prompt):
+            for i, message in enumerate(prompt):
                 if message["role"] in checked or not message["content"] or message.get("tool_calls"):
                     continue
                 checked.add(message["role"])
-                if not template.shows(prompt, place):
+                if not template.shows(prompt, i):
                     raise DataError(
                         f"row {number} of {self.source_name}: the chat template omits messages of role "
                         f"{message['role']!r} ({str(message['content'])[:60]!r}); use a role that it renders, such as "

@@ -125,8 +125,8 @@ class Prompts:
 
     def longest(self) -> tuple[int, int]:
         """Return the row of the longest prompt and its number of tokens."""
-        place = int(self._encoded.num_tokens[self._rows].argmax())
-        row = int(self._rows[place])
+        index = int(self._encoded.num_tokens[self._rows].argmax())
+        row = int(self._rows[index])
         return row, len(self._encoded.prompt_ids(row))
 
     def epoch_of(self, position: int) -> int:
@@ -135,12 +135,12 @@ class Prompts:
 
     def row_at(self, position: int) -> int:
         """Return the row of the data at a position of the endless sequence."""
-        epoch, place = divmod(position, len(self))
-        return self.row(int(_order(len(self), self._seed, epoch)[place]) if self._config.shuffle else place)
+        epoch, index = divmod(position, len(self))
+        return self.row(int(_order(len(self), self._seed, epoch)[index]) if self._config.shuffle else index)
 
-    def row(self, place: int) -> int:
-        """Return the row of the data at this place of the unshuffled prompts."""
-        return int(self._rows[place])
+    def row(self, index: int) -> int:
+        """Return the row of the data at this index of the unshuffled prompts."""
+        return int(self._rows[index])
 
     def prompt_at(self, position: int) -> Prompt:
         """Return the prompt at a position of the endless sequence."""

@@ -1,6 +1,6 @@
 """Built-in tasks: rows of prompts made from a seed, for a first run without files or network.
 
-A task takes the place of a data file: its rows go into `learner.data`.
+A task replaces a data file: its rows go into `learner.data`.
 
 Invariant: the same name, number of prompts, seed and options give the same rows. No prompt occurs twice,
 except in `guess`. `sums` and `products` never contain a held-out row, whatever the seed.

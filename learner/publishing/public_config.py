@@ -1,6 +1,6 @@
 """The part of a run's config that a model card may show.
 
-    config.toml ─▶ keys in PUBLIC that are not at their default ─▶ without places ─▶ the card
+    config.toml ─▶ keys in PUBLIC that are not at their default ─▶ without paths ─▶ the card
 
 Invariant: a key is shown only if PUBLIC names it. Addresses, keys, commands and directories of a machine are never
 shown; a new key stays private until it is listed.
@@ -56,7 +56,7 @@ def public_config(run: LearnerRun) -> dict[str, Any]:
     defaults = {name: field.default for name, field in keys_of(LearnerRun).items()}
     values = flatten(to_builtins(run.in_effect()))
     return {
-        key: value if _is_among(FREE_TEXTS, key) else without_places(value)
+        key: value if _is_among(FREE_TEXTS, key) else without_paths(value)
         for key, value in sorted(values.items())
         if _is_among(PUBLIC, key) and value is not None and value != _plain(defaults.get(key, NODEFAULT))
     }
@@ -74,12 +74,12 @@ def as_toml(config: Mapping[str, Any]) -> str:
     return msgspec.toml.encode(tables).decode().strip()
 
 
-def without_places(value: Any) -> Any:
-    """Return a value in which no text names a place on a machine, and no URL holds a password or a query."""
+def without_paths(value: Any) -> Any:
+    """Return a value in which no text names a path of a machine, and no URL holds a password or a query."""
     if isinstance(value, dict):
-        return {key: without_places(one) for key, one in value.items()}
+        return {key: without_paths(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [without_places(one) for one in value]
+        return [without_paths(one) for one in value]
     if not isinstance(value, str):
         return value
     if "://" in value:
@@ -93,9 +93,9 @@ def hub_name(name: str, run_dir: Path) -> str | None:
 
     The directory in which the run was started is unknown here, but is often one of those that contain `run_dir`.
     """
-    is_place = name.startswith(("/", "~", ".")) or name.count("/") > 1
+    is_path = name.startswith(("/", "~", ".")) or name.count("/") > 1
     starts = (Path(), *run_dir.absolute().parents)
-    return None if is_builtin(name) or is_place or any((start / name).is_dir() for start in starts) else name
+    return None if is_builtin(name) or is_path or any((start / name).is_dir() for start in starts) else name
 
 
 def _is_among(names: Iterable[str], key: str) -> bool:

@@ -16,7 +16,7 @@ from learner.config import LearnerRun
 from learner.publishing import hub
 from learner.publishing.checkpoint_choice import BEST, LATEST, ChosenCheckpoint, choose_checkpoint
 from learner.publishing.export import Form, complete_directory, write_adapter, write_model
-from learner.publishing.model_card import PLACE, CardInputs, make_card
+from learner.publishing.model_card import PLACEHOLDER, CardInputs, make_card
 from learner.publishing.public_config import hub_name
 from learner.storage.checkpoint import TRAINED
 from protocol.config import load_config
@@ -155,7 +155,7 @@ def _write(request: ExportRequest, run: LearnerRun, chosen: ChosenCheckpoint, or
 def _card_for(repo: str, directory: Path) -> dict[str, bytes]:
     """Return the card as it is pushed to a repository. It is absent if the user has removed it."""
     card = directory / "README.md"
-    return {card.name: card.read_bytes().replace(PLACE.encode(), repo.encode())} if card.is_file() else {}
+    return {card.name: card.read_bytes().replace(PLACEHOLDER.encode(), repo.encode())} if card.is_file() else {}
 
 
 def _is_new(directory: Path, origin: Origin) -> bool:

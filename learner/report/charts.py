@@ -198,9 +198,8 @@ def kl_chart(metrics: Metrics) -> Chart | Absent:
         title=title,
         caption="KL divergence of the policy from its reference.",
         x="step",
-        series=[
-            make_series(curve, steps, values, breaks=marks.tolist())
-        ],  # a mean across a refresh would blur the drop
+        # A mean across a refresh would blur the drop.
+        series=[make_series(curve, steps, values, breaks=marks.tolist())],
         marks=marks.tolist(),
         notes=[f"reference refreshed ({len(refreshes)}×)"] if len(refreshes) else [],
     )

@@ -22,7 +22,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from learner.config import ReportConfig
-from learner.report.history import History, LiveCharts, Metrics, read_history
+from learner.report.history import History, LiveCharts, StepMetrics, read_history
 from learner.report.sample_view import newest_table
 from learner.report.summary import RunDirectoryError
 from learner.report.templates import template
@@ -63,7 +63,7 @@ class Dashboard:
         self.address = ""
         self._loop = asyncio.get_running_loop()
         self._history = History()
-        self._meanwhile: list[tuple[int, Metrics]] = []
+        self._meanwhile: list[tuple[int, StepMetrics]] = []
         """Steps published while the earlier ones are loading."""
         self._is_loaded = asyncio.Event()
         self._loading: asyncio.Task[None] | None = None
@@ -133,12 +133,12 @@ class Dashboard:
                 client.queue.put_nowait(None)
         await self._runner.cleanup()
 
-    def publish(self, step: int, metrics: Metrics) -> None:
+    def publish(self, step: int, metrics: StepMetrics) -> None:
         """Send one step to all clients. Thread-safe; returns at once."""
         if not self._closed:
             self._loop.call_soon_threadsafe(self._publish, step, dict(metrics))
 
-    def _publish(self, step: int, metrics: Metrics) -> None:
+    def _publish(self, step: int, metrics: StepMetrics) -> None:
         if not self._is_loaded.is_set():
             self._meanwhile.append((step, metrics))
         event = b"data: " + self._history.add(step, metrics) + b"\n\n"

@@ -27,7 +27,7 @@ LOOK_UP_EVERY = 1000
 CHARTS_EVERY_S = 2.0
 STEP = re.compile(rb'\{"step": (\d+)[,}]')
 
-Metrics = Mapping[str, float]
+StepMetrics = Mapping[str, float]
 
 
 class History:
@@ -38,12 +38,12 @@ class History:
 
     def __init__(self, stride: int = 1) -> None:
         self.newest_step = 0
-        self.newest: Metrics = {}
+        self.newest: StepMetrics = {}
         self._newest_point = b""
         self._stride = stride
         self._point_of: dict[int, bytes] = {}
 
-    def add(self, step: int, metrics: Metrics) -> bytes:
+    def add(self, step: int, metrics: StepMetrics) -> bytes:
         """Add a step and return its encoding for the page."""
         if step <= self.newest_step:
             self._point_of = {kept: point for kept, point in self._point_of.items() if kept < step}
@@ -92,7 +92,7 @@ def encoded_charts(points: bytes) -> bytes:
     return json_of([chart for chart in charts if isinstance(chart, Chart)]).encode()
 
 
-def encoded(step: int, metrics: Metrics) -> bytes:
+def encoded(step: int, metrics: StepMetrics) -> bytes:
     """Encode a step as JSON with six digits, and null for NaN or inf."""
     digits = {
         # All digits of whole numbers: some are steps of evaluations.
@@ -114,35 +114,35 @@ def read_history(path: Path, give_up: Callable[[], bool]) -> History:
     if not path.is_file():
         return History()
     with path.open("rb") as file:
-        place_of = _places(file, path, give_up)
+        offset_of = _offsets(file, path, give_up)
         stride = 1
-        while sum((step - 1) % stride == 0 for step in place_of) >= MAX_POINTS:
+        while sum((step - 1) % stride == 0 for step in offset_of) >= MAX_POINTS:
             stride *= 2
-        history, newest = History(stride), max(place_of, default=0)
-        for step, place in place_of.items():
+        history, newest = History(stride), max(offset_of, default=0)
+        for step, offset in offset_of.items():
             if step == newest or (step - 1) % stride == 0:
-                file.seek(place)
+                file.seek(offset)
                 history.add(step, current_metrics(json.loads(file.readline())))
     return history
 
 
-def _places(file: BinaryIO, path: Path, give_up: Callable[[], bool]) -> dict[int, int]:
-    """Map each step to the position of its line, in order.
+def _offsets(file: BinaryIO, path: Path, give_up: Callable[[], bool]) -> dict[int, int]:
+    """Map each step to the offset of its line, in order.
 
     Steps that a resume undid and a torn last line are left out.
     """
-    place_of: dict[int, int] = {}
-    newest, place = -1, 0
+    offset_of: dict[int, int] = {}
+    newest, offset = -1, 0
     for number, line in enumerate(file, start=1):
         if number % LOOK_UP_EVERY == 0 and give_up():
             raise TimeoutError(f"{path} was not read to its end in time; it is long, or its disk slow")
         if line.endswith(b"\n"):
             step = _step_of(line, path, number)
             if step <= newest:
-                place_of = {kept: at for kept, at in place_of.items() if kept < step}
-            place_of[step], newest = place, step
-        place += len(line)
-    return place_of
+                offset_of = {kept: at for kept, at in offset_of.items() if kept < step}
+            offset_of[step], newest = offset, step
+        offset += len(line)
+    return offset_of
 
 
 def _step_of(line: bytes, path: Path, number: int) -> int:

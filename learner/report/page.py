@@ -34,6 +34,7 @@ from learner.report.series import Curve, Metrics
 from learner.report.summary import (
     RunDirectoryError,
     Summary,
+    aligned,
     duration,
     evaluation_by_label,
     number,
@@ -49,7 +50,7 @@ from protocol.former_keys import renamed
 
 COMPARED = ("Reward per step", "Reward over time", "Entropy", "Completion length", "Clipped tokens", "Throughput")
 """Charts of a comparison: of one metric each, the first of its plan. The evaluations follow the rewards."""
-EVALUATIONS_PLACE = 2
+EVALUATIONS_INDEX = 2
 COMPARED_ROWS: tuple[tuple[str, Callable[[Summary], str]], ...] = (
     ("steps", lambda s: f"{s.steps:,}"),
     ("time", lambda s: duration(s.seconds)),
@@ -217,10 +218,7 @@ def comparison_text(comparison: Comparison) -> str:
     if comparison.differences:
         rows += [("",) * len(rows[0])]
         rows += [(key, *map(_format_value, values)) for key, values in comparison.differences.items()]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return aligned(rows)
 
 
 def _comparison_plans(metrics: Sequence[Metrics]) -> list[ChartPlan]:
@@ -232,7 +230,7 @@ def _comparison_plans(metrics: Sequence[Metrics]) -> list[ChartPlan]:
         ChartPlan(title, caption, [Curve(metric, "reward", "blue", "points")]) for title, metric in titles.items()
     ]
     plans = [PLANS[title] for title in COMPARED]
-    return plans[:EVALUATIONS_PLACE] + evaluations + plans[EVALUATIONS_PLACE:]
+    return plans[:EVALUATIONS_INDEX] + evaluations + plans[EVALUATIONS_INDEX:]
 
 
 def _comparison_chart(comparison: Comparison, metrics: Sequence[Metrics], plan: ChartPlan) -> Chart | Absent:

@@ -165,7 +165,6 @@ def unhealthy(metrics: dict[str, float]) -> dict[str, str]:
         signs["loss/kept_frac"] = (
             f"the objective excludes completions by length: it keeps {shares} of the tokens of completions up to a "
             "quarter, a half, three quarters and all of max_tokens; check the masks of learner.off_policy_correction "
-            "(try granularity = "
-            '"geometric") and top_entropy_frac'
+            '(try granularity = "geometric") and top_entropy_frac'
         )
     return signs

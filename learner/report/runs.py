@@ -16,21 +16,21 @@ from typing import Literal
 
 import msgspec
 
-from learner.report.summary import RunDirectoryError, duration, number
+from learner.report.summary import RunDirectoryError, aligned, duration, number
 from learner.storage.files import last_line
 
 MAX_DEPTH = 3
 """Maximum number of directories between the given directory and a run."""
 LOCKS = Path("/proc/locks")
 
-State = Literal["running", "finished", "stopped", "unreadable"]
+RunState = Literal["running", "finished", "stopped", "unreadable"]
 
 
 class ListedRun(msgspec.Struct, frozen=True, kw_only=True):
     """Facts about a run that need no full read of its files."""
 
     path: str
-    state: State
+    state: RunState
     """State of the run. running: a learner on this machine has it open; stopped: no learner, steps left."""
     step: int = 0
     steps: int = 0
@@ -94,9 +94,9 @@ def locked_files() -> set[tuple[int, int]]:
     """
     locked = set()
     for line in LOCKS.read_text("utf-8").splitlines() if LOCKS.exists() else []:
-        _, kind, *_, place, _, _ = line.split()
+        _, kind, *_, device_and_inode, _, _ = line.split()
         if kind == "FLOCK":
-            major, minor, inode = place.split(":")
+            major, minor, inode = device_and_inode.split(":")
             locked.add((os.makedev(int(major, 16), int(minor, 16)), int(inode)))
     return locked
 
@@ -112,11 +112,7 @@ def _run_dirs(directory: Path, depth: int) -> Iterator[Path]:
 
 
 def as_table(runs: list[ListedRun]) -> str:
-    rows = [("run", "state", "step", "reward", "trained for", "last step", "model"), *map(_row, runs)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return aligned([("run", "state", "step", "reward", "trained for", "last step", "model"), *map(_row, runs)])
 
 
 def _row(run: ListedRun) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The table of completions: readable text, with the speaker and policy version of each piece.
+"""The table of completions: readable text, with the speaker and policy version of each span.
 
 samples.jsonl ─▶ Sample ─▶ Table ─▶ completions.html.jinja, in the report and the dashboard
 """
@@ -32,7 +32,7 @@ NUM_COLORS = 3
 """Number of colors for versions. Episodes rarely have more versions, and the legend names each."""
 
 
-class Piece(msgspec.Struct, frozen=True):
+class TextSpan(msgspec.Struct, frozen=True):
     """Text of one speaker."""
 
     text: str
@@ -45,7 +45,7 @@ class Passage(msgspec.Struct, frozen=True):
 
     prompt: str | None
     """Prompt of the branch, or None if it is the group's prompt."""
-    pieces: list[Piece]
+    spans: list[TextSpan]
 
 
 class ShownCompletion(msgspec.Struct, frozen=True):
@@ -122,18 +122,18 @@ def shown(line: dict[str, Any], low: float, high: float) -> Sample:
     texts, rewards, episodes = line.get("completions", []), line.get("rewards", []), line.get("episodes", [])
     functions = line.get("functions", {})
     versions = sorted({run[0] for one in episodes for branch in one["branches"] for run in branch["runs"]} - {None})
-    colors = {version: f"v{place % NUM_COLORS}" for place, version in enumerate(versions)}
+    colors = {version: f"v{i % NUM_COLORS}" for i, version in enumerate(versions)}
     completions = []
     for i, text in enumerate(texts[:MAX_COMPLETIONS]):
         reward = rewards[i] if i < len(rewards) else None
-        place = None if reward is None else round(10 * (reward - low) / (high - low))
+        tenths = None if reward is None else round(10 * (reward - low) / (high - low))
         parts = {name: number(by[i]) for name, by in functions.items() if i < len(by)}
         if i < len(episodes):
             passages = [_passage(branch, colors) for branch in episodes[i]["branches"]]
-            completions.append(ShownCompletion(passages, number(reward), place, _course(episodes[i]), parts))
+            completions.append(ShownCompletion(passages, number(reward), tenths, _course(episodes[i]), parts))
         else:
-            passages = [Passage(None, [Piece(readable(text), "")])]
-            completions.append(ShownCompletion(passages, number(reward), place, functions=parts))
+            passages = [Passage(None, [TextSpan(readable(text), "")])]
+            completions.append(ShownCompletion(passages, number(reward), tenths, functions=parts))
     answer = line.get("answer")
     return Sample(
         step=line["step"],
@@ -147,10 +147,11 @@ def shown(line: dict[str, Any], low: float, high: float) -> Sample:
 
 def _passage(branch: dict[str, Any], colors: dict[int, str]) -> Passage:
     prompt = branch["prompt"]
-    pieces = [
-        Piece(readable(text), "environment" if version is None else colors[version]) for version, text in branch["runs"]
+    spans = [
+        TextSpan(readable(text), "environment" if version is None else colors[version])
+        for version, text in branch["runs"]
     ]
-    return Passage(None if prompt is None else readable(prompt), pieces)
+    return Passage(None if prompt is None else readable(prompt), spans)
 
 
 def _course(episode: dict[str, Any]) -> str:

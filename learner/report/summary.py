@@ -125,7 +125,7 @@ def summary_of(metrics: list[dict[str, float]], ledger: LedgerFacts, evaluations
     )
 
 
-def lines(summary: Summary) -> list[str]:
+def format_summary(summary: Summary) -> str:
     """Format the summary as aligned lines for a console."""
     s = summary
     stall = (
@@ -155,7 +155,7 @@ def lines(summary: Summary) -> list[str]:
             f"mostly for {DESCRIPTIONS[s.waited_for[0]]} ({s.waited_for[1]:.0%} of the time)" if s.waited_for else None,
         ),
     ]
-    return [f"{label:<12} {text}" for label, text in rows if text is not None]
+    return "\n".join(f"{label:<12} {text}" for label, text in rows if text is not None)
 
 
 def evaluation_by_label(s: Summary) -> dict[str, Estimate]:
@@ -165,8 +165,12 @@ def evaluation_by_label(s: Summary) -> dict[str, Estimate]:
     return {"evaluation": s.evaluation} if s.evaluation else {}
 
 
-def as_text(summary: Summary) -> str:
-    return "\n".join(lines(summary))
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Format rows of equal length as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
 
 
 def number(value: float | None, spec: str = ".2f") -> str:
@@ -264,7 +268,7 @@ def steps_in(
             step = line["step"]
             if not isinstance(step, int):
                 raise TypeError(f"the step is {step!r}")
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             broken = RunDirectoryError(
                 f'{path}, line {i}: expected a JSON object with an integer "step", found {raw[:60]!r} ({error}); '
                 "remove or repair that line"

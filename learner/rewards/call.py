@@ -24,7 +24,7 @@ import msgspec
 from learner.config import RewardConfig
 from learner.environments.attributes import AttributeView, plain
 from learner.rewards.function import BUILT_IN, accepts, load_function, names
-from learner.sandbox.user_code import ERRORS, as_text, describe, shorten
+from learner.sandbox.user_code import ERRORS, describe, shorten, to_utf8_text
 from protocol.console import counted
 
 log = logging.getLogger(__name__)
@@ -86,9 +86,9 @@ class RewardCall(msgspec.Struct, frozen=True):
         """
         return self.function in BUILT_IN and len(self.completions) > 1
 
-    def only(self, place: int, timeout_s: float) -> "RewardCall":
+    def only(self, index: int, timeout_s: float) -> "RewardCall":
         """Return the same call for one completion, with another deadline."""
-        here = slice(place, place + 1)
+        here = slice(index, index + 1)
         return msgspec.structs.replace(
             self,
             completions=self.completions[here],
@@ -155,14 +155,14 @@ class Log:
         """Log a number. Its mean over the step is the metric reward/<name>."""
         if name in self._reserved:
             raise ValueError(f"log_metric({name!r}, …): reward/{name} is the run's own metric; choose another name")
-        self.metrics.setdefault(as_text(name), []).append(_number(value))
+        self.metrics.setdefault(to_utf8_text(name), []).append(_number(value))
 
     def columns(self, column: str, values: Any) -> None:
         """Log one value per completion, stored alongside the sampled completions."""
         items = [_as_extra(item) for item in values]
         if len(items) != self._num_completions:
             raise ValueError(f"log_extra({column!r}, …) has {len(items)} values, expected {self._num_completions}")
-        self.extra[as_text(column)] = items
+        self.extra[to_utf8_text(column)] = items
 
 
 class RetrySchedule:
@@ -297,8 +297,8 @@ def _as_extra(item: Any) -> Extra:
         value = plain(item.item() if getattr(item, "ndim", None) == 0 else item, 1)
         msgspec.msgpack.encode(value)
     except (TypeError, ValueError, OverflowError):  # not plain, a lone surrogate, an int above 64 bits
-        return as_text(item)
-    return value if isinstance(value, Extra) else as_text(item)
+        return to_utf8_text(item)
+    return value if isinstance(value, Extra) else to_utf8_text(item)
 
 
 def _number(item: Any) -> float:

@@ -125,8 +125,8 @@ class SerialCalls:
         timeout_s = self._config.timeout_s / min(len(call.completions), MOST_SHARES)
         rewards: list[float | None] = []
         metrics: dict[str, list[float]] = {}
-        for place in range(len(call.completions)):
-            answer = self._call(call.only(place, timeout_s))
+        for i in range(len(call.completions)):
+            answer = self._call(call.only(i, timeout_s))
             if isinstance(answer, RewardAnswer):
                 rewards += answer.rewards
                 for name, values in answer.metrics.items():

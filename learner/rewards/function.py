@@ -26,7 +26,7 @@ from learner.rewards.builtin.text import (
     share_right,
     think_format,
 )
-from learner.sandbox.user_code import NotLoaded, load_named
+from learner.sandbox.user_code import NotLoaded, digests_of_files, load_named
 from protocol.errors import RewardError
 
 RewardFunction = Callable[..., Any]
@@ -91,6 +91,8 @@ class LoadedFunctions(msgspec.Struct, frozen=True):
     asynchronous: frozenset[str] = frozenset()
     with_environments: frozenset[str] = frozenset()
     """Functions that ask for the environments' attributes."""
+    file_digests: dict[str, str] = {}
+    """Digests of the files of the user's functions, by path."""
 
 
 def load_all(config: RewardConfig) -> LoadedFunctions:
@@ -111,6 +113,7 @@ def load_all(config: RewardConfig) -> LoadedFunctions:
         return LoadedFunctions(
             asynchronous=frozenset(spec for spec in functions if is_asynchronous(load_function(spec))),
             with_environments=frozenset(spec for spec in functions if names(spec, "environments")),
+            file_digests=digests_of_files(load_function(spec) for spec in functions if ":" in spec),
         )
     except RewardError as error:
         return LoadedFunctions(problem=str(error))

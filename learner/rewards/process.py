@@ -79,6 +79,7 @@ class RewardProcess(PipeProcess):
             raise RewardError(f"a process that imported learner.reward.functions ({functions}) {loaded.message}")
         if loaded.problem:
             raise RewardError(loaded.problem)
+        self.user_files.compare(loaded.file_digests)
         self.loaded = loaded
         return None
 

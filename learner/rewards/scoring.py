@@ -129,8 +129,7 @@ class RewardFailures:
                 self._returned_none.add(function.name)
                 log.warning(
                     "reward function %s returned None for %d of %d completions that other functions scored; they have "
-                    "no reward. "
-                    'Set learner.reward.on_none = "skip" to add up the others instead',
+                    'no reward. Set learner.reward.on_none = "skip" to add up the others instead',
                     function.name, num_taken, len(function.rewards),
                 )  # fmt: skip
 

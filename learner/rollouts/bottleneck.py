@@ -17,7 +17,7 @@ to the main thread.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-Part = Literal["server", "reward", "link", "weight_sync"]
+Cause = Literal["server", "reward", "link", "weight_sync"]
 DESCRIPTIONS = {
     "server": "the server's completions",
     "reward": "the reward functions",
@@ -33,12 +33,12 @@ class WaitTimes:
     """Waiting times of one batch."""
 
     def __init__(self) -> None:
-        self._seconds: dict[Part, float] = {"server": 0.0, "reward": 0.0, "link": 0.0, "weight_sync": 0.0}
+        self._seconds: dict[Cause, float] = {"server": 0.0, "reward": 0.0, "link": 0.0, "weight_sync": 0.0}
         self._at_server_s = self._on_link_s = 0.0
 
-    def add(self, part: Part, seconds: float) -> None:
-        """Add waiting time; `metrics` splits the server's part between server and link."""
-        self._seconds[part] += seconds
+    def add(self, cause: Cause, seconds: float) -> None:
+        """Add waiting time; `metrics` splits the server's time between server and link."""
+        self._seconds[cause] += seconds
 
     def record_arrival(self, round_trip_s: float, server_s: float) -> None:
         """Record a group's round trip and the server's share of it, in seconds."""
@@ -51,11 +51,11 @@ class WaitTimes:
         return self._seconds["server"] + self._seconds["weight_sync"]
 
     def metrics(self) -> dict[str, float]:
-        """Return the seconds of each part as bottleneck/<part>."""
+        """Return the seconds of each cause as bottleneck/<cause>."""
         under_way_s = self._at_server_s + self._on_link_s
         link_s = self._seconds["server"] * (self._on_link_s / under_way_s if under_way_s else 0.0)
         seconds = self._seconds | {"server": self._seconds["server"] - link_s, "link": self._seconds["link"] + link_s}
-        return {f"bottleneck/{part}": part_s for part, part_s in seconds.items()}
+        return {f"bottleneck/{cause}": cause_s for cause, cause_s in seconds.items()}
 
 
 class ServerIdleness:

@@ -4,8 +4,8 @@
                    ▲  └──────────┴─────────┤
                    └── retried ◀───────────┴──▶ passed over: `no_signal`, or `failed` too often
 
-    loop thread    admit, receive, retry       worker thread    score
-    main thread    take: the next groups in slot order, or what the batch waits for
+    loop thread    admit, receive, retry       worker thread    record_scores
+    main thread    pop_batch: the next groups in slot order, or what the batch waits for
 
 The ledger mirrors the states, except `requested`, which a restart forgets: there, the row is still `admitted`.
 Invariant: a change of state is in the ledger in the same critical section, and `received` before its group is
@@ -27,18 +27,18 @@ from learner.environments.episode import AnyGroup
 from learner.prompts.curriculum import Curriculum, PassRates
 from learner.prompts.prompts import Prompts
 from learner.rewards.workers import GroupRewards
-from learner.rollouts.bottleneck import Part, WaitTimes
+from learner.rollouts.bottleneck import Cause, WaitTimes
 from learner.rollouts.group_requests import GroupRequest
 from learner.rollouts.ledger import Ledger
 from learner.rollouts.ledger_storage import slot_of
 from learner.rollouts.rollout_group import RolloutGroup, recalled, received, rewards_of
 from learner.rollouts.selection import Selection
-from learner.rollouts.slot_order import AutoStaleness, SlotOrder, num_places_allowed
+from learner.rollouts.slot_order import AutoStaleness, SlotOrder, num_slots_allowed
 from protocol.errors import DataError
 
 log = logging.getLogger(__name__)
 
-State = Literal["admitted", "requested", "received", "scored"]
+SlotState = Literal["admitted", "requested", "received", "scored"]
 MAX_GIVEN_UP = 20
 """Number of prompts in a row that are given up before the run ends. What breaks every prompt would otherwise use up the
 data without training."""
@@ -47,7 +47,7 @@ data without training."""
 class Slot(msgspec.Struct, eq=False, kw_only=True):
     """Record of a slot that is neither consumed nor passed over."""
 
-    state: State
+    state: SlotState
     request: GroupRequest
     """Request of the current attempt. Its `assigned_to` is the server that has it."""
     group: RolloutGroup | None = None
@@ -66,10 +66,10 @@ class ScoredGroup(NamedTuple):
 class RolloutBuffer:
     """Thread-safe buffer of one run's groups. `restore` fills it from the ledger."""
 
-    def __init__(self, run: LearnerRun, prompts: Prompts, ledger: Ledger, kept: PassRates | None = None) -> None:
+    def __init__(self, run: LearnerRun, prompts: Prompts, ledger: Ledger, pass_rates: PassRates | None = None) -> None:
         """Restore the order of the slots and the curriculum.
 
-        `kept`: pass rates of the checkpoint. Without them the pass rates are recounted from all rows.
+        `pass_rates`: pass rates of the checkpoint. Without them the pass rates are recounted from all rows.
         """
         config = self._config = run.learner
         self._prompts, self._ledger = prompts, ledger
@@ -82,7 +82,7 @@ class RolloutBuffer:
         reward = config.curriculum.reward or next(iter(config.reward.names), "")
         self._curriculum = Curriculum(config.curriculum, reward, prompts, run.seed, ledger.next_position())
         if self._curriculum.is_on:
-            for row in ledger.scored_rows(self._curriculum.restore(kept)):
+            for row in ledger.scored_rows(self._curriculum.restore(pass_rates)):
                 self._curriculum.record(row.slot, row.prompt_id, rewards_of(row).by_function)
         self._curriculum.count(self._order.next_to_take)
         self._selection = Selection(config)
@@ -110,7 +110,7 @@ class RolloutBuffer:
             for row in self._ledger.outstanding():
                 request = self._request(row.slot, row.attempt, row.position)
                 slot = self._slots[row.slot] = Slot(
-                    state=cast(State, row.state), request=request, num_failures=num_failures.get(row.slot, 0)
+                    state=cast(SlotState, row.state), request=request, num_failures=num_failures.get(row.slot, 0)
                 )
                 if row.state == "admitted":
                     heapq.heappush(self._waiting, row.slot)
@@ -127,19 +127,19 @@ class RolloutBuffer:
 
     def admit(self, version: int) -> list[GroupRequest]:
         """Admit the groups that the staleness rule allows under `version`, and return the requests to send."""
-        num_places = num_places_allowed(
+        num_allowed = num_slots_allowed(
             version=version,
             max_staleness=self._auto_staleness.versions,
             groups_per_step=self._config.groups_per_step,
             total_groups=self._config.steps * self._config.groups_per_step,
         )
         with self._changed, self._ledger.batch():
-            for slot in range(self._order.next_to_admit, self._order.next_to_admit + self._order.num_new(num_places)):
+            for slot in range(self._order.next_to_admit, self._order.next_to_admit + self._order.num_new(num_allowed)):
                 self._admit(slot, 0, self._curriculum.ask(), version)
                 self._order.next_to_admit = slot + 1
                 heapq.heappush(self._waiting, slot)
             due = []
-            while self._waiting and self._order.consumption_index(self._waiting[0]) < num_places:
+            while self._waiting and self._order.consumption_index(self._waiting[0]) < num_allowed:
                 waiting = self._slots.get(heapq.heappop(self._waiting))
                 if waiting is not None and waiting.state == "admitted":  # not if its group has arrived meanwhile
                     waiting.state = "requested"
@@ -198,7 +198,7 @@ class RolloutBuffer:
 
     # --- called in worker threads, because it commits -------------------------------------------------------
 
-    def score(self, scored: list[ScoredGroup]) -> None:
+    def record_scores(self, scored: list[ScoredGroup]) -> None:
         """Make groups ready, or pass over the slots of groups without signal.
 
         Resampling is decided here, so that the replacement starts at once. Score and drop are one commit, so a
@@ -246,7 +246,7 @@ class RolloutBuffer:
                     return self._consume(slots)
                 for retry in self._retry_stale(stale, version, published):
                     on_stale(retry)
-                part, now = self._part(is_connected), time.monotonic()
+                part, now = self._cause(is_connected), time.monotonic()
                 has_changed = self._changed.wait(max(0.0, deadline - now))
                 self._wait_times.add(part, time.monotonic() - now)
                 if not has_changed:
@@ -257,17 +257,17 @@ class RolloutBuffer:
         with self._changed:
             return self._curriculum.pass_rates(self._order.next_to_take)
 
-    def waits_for(self, *, is_connected: bool) -> Part:
+    def waits_for(self, *, is_connected: bool) -> Cause:
         """Return what the next batch waits for."""
         with self._changed:
-            return self._part(is_connected)
+            return self._cause(is_connected)
 
     def scored(self) -> list[RolloutGroup]:
         """Return the groups that wait for their step, in slot order."""
         with self._changed:
             return [slot.group for _, slot in sorted(self._slots.items()) if slot.group is not None]
 
-    def num(self, *states: State) -> int:
+    def num(self, *states: SlotState) -> int:
         """Return the number of slots in these states."""
         with self._changed:
             return sum(slot.state in states for slot in self._slots.values())
@@ -337,7 +337,7 @@ class RolloutBuffer:
         slots = self._order.next(self._config.groups_per_step)
         return slots if all(self._state(slot) == "scored" for slot in slots) else None
 
-    def _state(self, number: int) -> State | None:
+    def _state(self, number: int) -> SlotState | None:
         slot = self._slots.get(number)
         return slot.state if slot is not None else None
 
@@ -362,7 +362,7 @@ class RolloutBuffer:
         self._wait_times = WaitTimes()
         return groups
 
-    def _part(self, is_connected: bool) -> Part:
+    def _cause(self, is_connected: bool) -> Cause:
         if not is_connected:
             return "link"
         states = {self._state(slot) for slot in self._order.next(self._config.groups_per_step)}

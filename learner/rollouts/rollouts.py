@@ -1,13 +1,13 @@
 """Keep the servers busy within the staleness bound, and hand out scored groups in slot order.
 
-    task          consumes          produces                           waits for
-    _admit        prompts           ledger: admitted, then Generate    the staleness rule, a synced server
-    link.run      messages          groups to _on_group                the server
-    Turns._play   a prompt          the turns of its episodes          servers, environments (with deadlines)
-    _receive      arrived groups    ledger: received, then Ack         the commit, in a worker thread
-    _score        a group           its rewards                        the reward workers, or their timeout
-    _book         rewards           ready groups, or dropped ones      the commit, in a worker thread
-    take (main)   ready groups      the batch of one step              the next groups in slot order
+    task               consumes          produces                           waits for
+    _admit             prompts           ledger: admitted, then Generate    the staleness rule, a synced server
+    link.run           messages          groups to _on_group                the server
+    Turns._play        a prompt          the turns of its episodes          servers, environments (with deadlines)
+    _receive           arrived groups    ledger: received, then Ack         the commit, in a worker thread
+    _score             a group           its rewards                        the reward workers, or their timeout
+    _record_scores     rewards           ready groups, or dropped ones      the commit, in a worker thread
+    next_batch (main)  ready groups      the batch of one step              the next groups in slot order
 
 Invariant: groups are taken in strict slot order: the staleness bound is exact, and a resume repeats batches.
 """
@@ -66,7 +66,7 @@ class Rollouts:
         self._version = 0
         self._wake = asyncio.Event()
         self._arrived = CommitQueue(self._receive)
-        self._scored = CommitQueue(self._book)
+        self._scored = CommitQueue(self._record_scores)
 
     # --- called in the main thread --------------------------------------------------------------------------
 
@@ -131,8 +131,8 @@ class Rollouts:
     def waits_for(self) -> str:
         """Description of what the next batch waits for."""
         if self._popped is not None and self._reference is not None:
-            num_groups, place = self._reference.num_pending, self._reference.server.endpoint
-            return f"{counted(num_groups, 'group')} to be scored by the reference's server at {place}"
+            num_groups, endpoint = self._reference.num_pending, self._reference.server.endpoint
+            return f"{counted(num_groups, 'group')} to be scored by the reference's server at {endpoint}"
         part = self._buffer.waits_for(is_connected=self._fleet.is_generating)
         num_pending, num_scoring = self._buffer.num("admitted", "requested"), self._buffer.num("received")
         waited_for = {"link": self._fleet.describe(), "server": f"{counted(num_pending, 'group')} from the server"}
@@ -273,8 +273,8 @@ class Rollouts:
         ready = scored_group(slot, prompt, group, rewards, request.answered_by)
         self._scored.put(ScoredGroup(ready, prompt.prompt_id, rewards))
 
-    async def _book(self, scored: list[ScoredGroup]) -> None:
-        await asyncio.to_thread(self._buffer.score, scored)
+    async def _record_scores(self, scored: list[ScoredGroup]) -> None:
+        await asyncio.to_thread(self._buffer.record_scores, scored)
         if self._reference is not None:
             self._reference.begin(self._buffer.scored())
         self._wake.set()

@@ -11,7 +11,7 @@ import statistics
 from collections import Counter
 
 from learner.algorithm.advantages import has_signal
-from learner.algorithm.credit import tells_turns_apart
+from learner.algorithm.credit import tells_turns_apart, turn_rewards_differ
 from learner.config import LearnerConfig
 from learner.rewards.workers import GroupRewards
 from learner.rollouts.rollout_group import RolloutGroup, step_rewards
@@ -67,8 +67,12 @@ class Selection:
         if has_signal(group.rewards_G, group.rewards_by_function, self._signal_weights, config.advantage):
             return True
         # Episodes with equal rewards may differ in when their turns earned them.
-        by_turn = config.advantage.credit != "episode" and config.signal_reward is None
-        return by_turn and tells_turns_apart(step_rewards([group], config.reward), config.advantage)
+        if config.signal_reward is not None or not group.turns_G:
+            return False
+        rewards = step_rewards([group], config.reward)
+        if config.advantage.function is not None:
+            return turn_rewards_differ(rewards)
+        return config.advantage.credit != "episode" and tells_turns_apart(rewards, config.advantage)
 
     def _warn_of_no_signal(self, num_without: int, num_replaced: int) -> None:
         log.warning(

@@ -2,7 +2,7 @@
 
 A slot is filled by one group, and its number is the order of consumption. Only the number of skipped slots is
 kept below `next_to_take`. Slots above are found by bisection, so a long run costs no more.
-`num_places_allowed` bounds staleness. With max_staleness = "auto", `AutoStaleness` changes the bound during a run.
+`num_slots_allowed` bounds staleness. With max_staleness = "auto", `AutoStaleness` changes the bound during a run.
 Invariants: every slot below `next_to_take` was taken or passed over. Slot order alone decides which groups are
 taken, not the order of arrivals.
 Not thread-safe: rollout_buffer.py holds its lock.
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 PassedOver = Literal["failed", "no_signal"]
 MIN_STALENESS = 1
-"""Minimum lookahead. At 0 the learner and the servers never work at the same time."""
+"""Minimum of max_staleness = "auto". At 0 the learner and the servers never work at the same time."""
 WAITED_SHARE = 0.05
 """Share of a step spent waiting below which staler groups are not worth it."""
 SPARE_TAKES = 10
@@ -49,9 +49,9 @@ class SlotOrder:
         num_before = self.num_passed_over - len(self._passed_over)
         return slot - num_before - bisect_left(self._passed_over, slot)
 
-    def num_new(self, num_places_allowed: int) -> int:
-        """Return how many new slots fit into this many places."""
-        return max(0, num_places_allowed - (self.next_to_admit - self.num_passed_over))
+    def num_new(self, num_slots_allowed: int) -> int:
+        """Return how many new slots fit, of this many that may have been sent."""
+        return max(0, num_slots_allowed - (self.next_to_admit - self.num_passed_over))
 
     def next(self, num_groups: int) -> list[int]:
         """Return the next slots that are not skipped, even if they are not admitted yet."""
@@ -72,7 +72,7 @@ class SlotOrder:
     def num_replaced_with(self, slot: int, groups_per_step: int) -> int:
         """Return how many groups are resampled in the step of this slot.
 
-        Every slot that is still open is assumed to keep its place.
+        Every slot that is still open is assumed to stay.
         """
         num_open_before = slot - self.next_to_take - bisect_left(self._passed_over, slot)
         first = num_open_before - num_open_before % groups_per_step
@@ -87,17 +87,17 @@ class SlotOrder:
         return first + index + num_passed
 
 
-def num_places_allowed(*, version: int, max_staleness: int, groups_per_step: int, total_groups: int) -> int:
-    """Return how many places may have been sent by now, to bound staleness.
+def num_slots_allowed(*, version: int, max_staleness: int, groups_per_step: int, total_groups: int) -> int:
+    """Return how many slots may have been sent by now, to bound staleness.
 
     accepted + running ≤ (max_staleness + version + 1) · groups_per_step       (AReaL, arXiv 2505.24298 eq. 3)
 
-    A slot's place (its consumption index) is its number minus the skipped slots before it (given up, or
-    resampled without signal). Groups are consumed in slot order, so accepted + running is the number of places
-    sent. The group at place k is consumed at version ⌊k / groups_per_step⌋. This is at most max_staleness
-    above the version when it was sent. Skipping a slot later moves only the slots behind it to lower places,
-    that is to earlier versions. It also frees the slot's own place. The bound therefore holds by construction,
-    and a replacement can always be sent.
+    A slot's consumption index is its number minus the skipped slots before it (given up, or resampled without
+    signal). Groups are consumed in slot order, so accepted + running counts the indices that are sent. The group
+    of index k is consumed at version ⌊k / groups_per_step⌋. This is at most max_staleness above the version when
+    it was sent. Skipping a slot later lowers only the indices of the slots behind it, which are then consumed at
+    earlier versions. It also frees the slot's own index. The bound therefore holds by construction, and a
+    replacement can always be sent.
 
     `total_groups`: number of groups that the run needs.
     """
@@ -112,7 +112,7 @@ class AutoStaleness:
         self._most = config.staleness_bound
         self.versions = min(2, self._most) if self._is_auto else self._most
         self._takes_until_effective = self.versions + 1
-        """Number of next batches that do not reflect the current lookahead yet."""
+        """Number of next batches that do not reflect the current `versions` yet."""
         self._spare_takes = 0
 
     def update(self, *, waited_share: float, has_room: bool, has_spare: bool) -> None:

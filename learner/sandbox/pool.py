@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 
 from learner.sandbox.descendants import ProcessEntry, all_processes, children_by_parent, descendants_of
 from learner.sandbox.process import SandboxProcess
+from learner.sandbox.user_files import UserFiles
 from protocol.errors import SlipstreamError
 
 WATCH_S = 0.1
@@ -35,6 +36,7 @@ class ProcessPool(Generic[P]):
         self._lock, self.is_closed = threading.Lock(), False
         self._free: list[P] = []
         self._all: set[P] = set()
+        self._user_files = UserFiles()
         self._leases = asyncio.Semaphore(max_leases)
         self._watch = MemoryWatch(max_memory_mib, lambda: self._all)
 
@@ -75,6 +77,7 @@ class ProcessPool(Generic[P]):
         if self.is_closed:
             raise PoolClosed("the pool of processes is closed")
         process = self._start()
+        process.user_files = self._user_files
         with self._lock:
             self._all.add(process)
         if self.is_closed:  # meanwhile

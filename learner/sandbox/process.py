@@ -20,6 +20,7 @@ import msgspec
 
 from learner.sandbox.descendants import kill_with_descendants, num_children
 from learner.sandbox.start import Child
+from learner.sandbox.user_files import UserFiles
 
 T = TypeVar("T")
 
@@ -77,6 +78,8 @@ class SandboxProcess:
         self.has_pending_answer = False
         """Whether an answer is pending, possibly because the caller stopped waiting."""
         self._is_killed = self._is_too_large = False
+        self.user_files = UserFiles()
+        """Files of the user's code. A pool shares them between its processes."""
 
     @property
     def pid(self) -> int:

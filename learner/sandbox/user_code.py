@@ -4,17 +4,28 @@ Used in the processes that run the code. Interpreters without Slipstream also lo
 imports only the standard library.
 """
 
+from __future__ import annotations
+
 import asyncio
+import contextlib
+import functools
+import hashlib
+import importlib.machinery
 import importlib.util
 import os
 import sys
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 ERRORS = (Exception, SystemExit, asyncio.CancelledError)
 """What user code may raise without ending its process. A coroutine raises CancelledError if it awaits a task that
 it has canceled itself."""
+
+
+_DIRECTORIES: set[str] = set()
+"""Directories in which the modules that user code imports have been searched."""
 
 
 class NotLoaded(Exception):
@@ -36,24 +47,50 @@ def load_named(spec: str) -> Any:
 
 
 def _import(module_name: str) -> Any:
+    is_file = module_name.endswith(".py")
     try:
-        if module_name.endswith(".py"):
-            return _import_file(Path(module_name).expanduser().resolve())
-        if os.getcwd() not in sys.path:  # a console script does not search the directory it is called from
-            sys.path.append(os.getcwd())
-        return importlib.import_module(module_name)
+        path = Path(module_name).expanduser().resolve()
+        # A file finds its neighbors, as a script does. A console script does not search the working directory.
+        directory = str(path.parent) if is_file else os.getcwd()
+        if directory not in sys.path:
+            sys.path.append(directory)
+        module = _import_file(path) if is_file else importlib.import_module(module_name)
     except ERRORS as error:
         raise NotLoaded(
             f"importing {module_name} failed with {describe(error)}; expected module:name, importable from the working "
             "directory, or path/to/file.py:name"
         ) from error
+    _DIRECTORIES.add(directory)
+    _check_neighbors(directory, _file_of_module(module))
+    return module
+
+
+def _check_neighbors(directory: str, loaded: str | None) -> None:
+    """Raise NotLoaded if a module next to user code has the name of another one that user code has imported.
+
+    Python imports one module of a name, so both users would get the same one.
+    """
+    for name, module in list(sys.modules.items()):
+        file = _file_of_module(module)
+        if file is None or "." in name or _directory_of(file) not in _DIRECTORIES - {directory}:
+            continue
+        neighbor = importlib.machinery.PathFinder.find_spec(name, [directory])
+        if neighbor is not None and neighbor.origin not in (None, file, loaded):
+            raise NotLoaded(
+                f"{neighbor.origin} and {file} have the same module name, so only one of them can be imported; "
+                "rename one of them"
+            )
+
+
+def _directory_of(file: str) -> str:
+    """Return the directory that Python searched to find a module or package."""
+    directory, name = os.path.split(file)
+    return os.path.dirname(directory) if name == "__init__.py" else directory
 
 
 def _import_file(path: Path) -> Any:
     name = f"slipstream_user_{path.stem}_{abs(hash(path)):x}"
     if name not in sys.modules:
-        if str(path.parent) not in sys.path:  # for modules next to the file, as for a script
-            sys.path.append(str(path.parent))
         module_spec = importlib.util.spec_from_file_location(name, path)
         if module_spec is None or module_spec.loader is None:
             raise ImportError(f"{path} is not a Python file")
@@ -68,19 +105,44 @@ def _import_file(path: Path) -> Any:
     return sys.modules[name]
 
 
+def file_of(loaded: Any) -> str | None:
+    """Return the file that defines a function, class or callable object; None: its module has no file."""
+    while isinstance(loaded, functools.partial):
+        loaded = loaded.func
+    return _file_of_module(sys.modules.get(getattr(loaded, "__module__", None) or ""))
+
+
+def digests_of_files(loaded: Iterable[Any]) -> dict[str, str]:
+    """Return digests of the files that define what is loaded, and of the imported files next to them, by path."""
+    directories = {os.path.dirname(file) for one in loaded if (file := file_of(one))}
+    digests = {}
+    for file in map(_file_of_module, list(sys.modules.values())):
+        if file and os.path.dirname(file) in directories:
+            with contextlib.suppress(OSError):  # removed meanwhile, or inside an archive
+                name = os.fsencode(file).decode("utf-8", "replace")  # a text that can be sent
+                digests[name] = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return digests
+
+
+def _file_of_module(module: Any) -> str | None:
+    file = getattr(module, "__dict__", {}).get("__file__")  # not getattr, which lazy modules may answer by an import
+    return file if isinstance(file, str) else None
+
+
 def describe(error: BaseException) -> str:
-    """Return a one-line description of an error, with the place where it was raised."""
+    """Return a one-line description of an error, with the line where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {shorten(str(error), 300)}{where}"
 
 
-def as_text(value: Any) -> str:
+def to_utf8_text(value: Any) -> str:
     """Return a value as a text that UTF-8 can encode, also if it is of a subclass or holds a lone surrogate.
 
     Python reads a file name that is not UTF-8 as a text with lone surrogates.
     """
-    return str(value).encode("utf-8", "replace").decode()
+    text = str.__str__(value) if isinstance(value, str) else str(value)  # of an Enum, str(value) is the name
+    return text.encode("utf-8", "replace").decode()
 
 
 def shorten(value: Any, limit: int = 120) -> str:

@@ -21,7 +21,7 @@ from functools import partial
 from learner.config import LearnerRun
 from learner.servers.link import ServerLink
 from learner.servers.loop_thread import LoopThread
-from learner.servers.membership import Load, Member, Membership, State, least_loaded
+from learner.servers.membership import EndpointSource, Load, Member, MemberState, least_loaded
 from protocol.channel.keys import learner_keys
 from protocol.errors import ConfigError, DeadlineExceeded, HandshakeRefused, ServerLost, SlipstreamError
 from protocol.messages import Group, GroupFailed, Hello, Refused, RoutingShape, Welcome
@@ -71,10 +71,10 @@ class Fleet:
         self._num_pending: Mapping[str, int] = {}
         self._keys = learner_keys(run.keys) if run.keys is not None else None
         has_keys = self._keys is not None
-        self._membership = (
-            Membership(run.endpoints_from, has_keys=has_keys, insecure=run.insecure) if run.endpoints_from else None
+        self._source = (
+            EndpointSource(run.endpoints_from, has_keys=has_keys, insecure=run.insecure) if run.endpoints_from else None
         )
-        endpoints = self._membership.endpoints if self._membership else run.servers
+        endpoints = self._source.endpoints if self._source else run.servers
         self.members: tuple[Member, ...] = self._open(endpoints)
 
     def start(
@@ -91,8 +91,8 @@ class Fleet:
         self._num_pending = num_pending if num_pending is not None else {}
         for member in self.members:
             self.loop.spawn(self._keep(member))
-        if self._membership is not None:
-            self.loop.spawn(self._reread(self._membership))
+        if self._source is not None:
+            self.loop.spawn(self._reread(self._source))
 
     def leave(self) -> None:
         """Free the servers if the run is over. Call this after all other messages."""
@@ -108,7 +108,7 @@ class Fleet:
 
     @property
     def is_several(self) -> bool:
-        return len(self.members) > 1 or self._membership is not None
+        return len(self.members) > 1 or self._source is not None
 
     def connected(self) -> list[Member]:
         """Return the members with a connected server that is not draining."""
@@ -158,14 +158,14 @@ class Fleet:
         handshakes_fail = any(member.link.handshakes_fail for member in self.members)
         keys = " and `keys` (the peer there rejects every handshake)" if handshakes_fail else ""
         return DeadlineExceeded(
-            f"no inference server answers at {self._places()} after {patience_s:.0f} s; start one with "
+            f"no inference server answers at {self._endpoints()} after {patience_s:.0f} s; start one with "
             f"`slipstream serve run.toml`, check `endpoint{'s' * self.is_several}`{keys}, or raise "
             "learner.connect_timeout_s"
         )
 
     def describe(self) -> str:
         """Describe the servers that the run waits for."""
-        return f"{'any of the inference servers' if self.is_several else 'the inference server'} at {self._places()}"
+        return f"{'any of the inference servers' if self.is_several else 'the inference server'} at {self._endpoints()}"
 
     def exclude(self, member: Member, error: SlipstreamError) -> None:
         """Exclude a server that does not fit this run. Raises `error` if it is the last."""
@@ -190,7 +190,7 @@ class Fleet:
         metrics = {"rollout/messages_refused": float(sum(link.num_refused for link in links))}
         if self.is_several:
             states = Counter(member.state(self.version) for member in self.members)
-            names: tuple[State, ...] = ("joining", "syncing", "ready", "draining", "gone")
+            names: tuple[MemberState, ...] = ("joining", "syncing", "ready", "draining", "gone")
             metrics |= {f"servers/{name}": float(states[name]) for name in names}
         return metrics
 
@@ -206,7 +206,7 @@ class Fleet:
         for member in self.members:
             if member.welcome is not None and member.welcome.server_id in server_ids:
                 member.served = (member.welcome.server_id, version)
-            self._note(member)
+            self._report_state(member)
 
     def is_ready(self, member: Member) -> bool:
         return member.state(self.version) == "ready"
@@ -257,11 +257,11 @@ class Fleet:
             assert isinstance(error, HandshakeRefused)
             self.exclude(member, error)
 
-    async def _reread(self, membership: Membership) -> None:
+    async def _reread(self, source: EndpointSource) -> None:
         """Add servers that are new in the list, and drain those that left it."""
         while True:
             await asyncio.sleep(REREAD_EVERY_S)
-            endpoints = await asyncio.to_thread(membership.reread)
+            endpoints = await asyncio.to_thread(source.reread)
             self.members = tuple(
                 member for member in self.members if not member.is_gone or member.endpoint in endpoints
             )
@@ -270,7 +270,7 @@ class Fleet:
             for member in self.members:
                 was_draining = member.is_draining
                 member.is_unlisted = member.endpoint not in endpoints
-                self._note(member)
+                self._report_state(member)
                 if member.is_draining and not was_draining:
                     self.loop.spawn(self._drain(member))
 
@@ -282,7 +282,7 @@ class Fleet:
 
     def _note_draining(self, member: Member) -> None:
         """Handle the notice of a server that it is draining."""
-        self._note(member)
+        self._report_state(member)
         if not self.is_connected:
             log.info(
                 "the server at %s is shutting down and no other server is connected; waiting up to %g s for one "
@@ -336,11 +336,11 @@ class Fleet:
                 return
         if member.served is not None and member.served[0] != welcome.server_id:
             self._dropped(member)
-        self._note(member)
+        self._report_state(member)
         self._on_welcome(member)
 
     def _lost(self, member: Member) -> None:
-        self._note(member)
+        self._report_state(member)
         self._on_lost(member)
 
     def _dropped(self, member: Member) -> None:
@@ -374,7 +374,7 @@ class Fleet:
     async def _leave_all(self) -> None:
         await asyncio.gather(*(link.leave() for link in self._links))
 
-    def _note(self, member: Member) -> None:
+    def _report_state(self, member: Member) -> None:
         state, before = member.state(self.version), member.noted_state
         member.noted_state = state
         if state == before:
@@ -384,5 +384,5 @@ class Fleet:
         if self.is_several:
             log.info("%s", message)
 
-    def _places(self) -> str:
+    def _endpoints(self) -> str:
         return ", ".join(member.endpoint for member in self.members)

@@ -24,12 +24,12 @@ from protocol.errors import ConfigError
 from protocol.messages import Welcome
 
 log = logging.getLogger(__name__)
-State = Literal["joining", "syncing", "ready", "draining", "gone"]
+MemberState = Literal["joining", "syncing", "ready", "draining", "gone"]
 STICKY_MARGIN = 2
 """Extra requests, relative to the least loaded server, up to which an episode stays at its server."""
 
 
-class Membership:
+class EndpointSource:
     """Reader of one source of endpoints, usable from any thread."""
 
     def __init__(self, source: str, *, has_keys: bool, insecure: bool) -> None:
@@ -50,12 +50,12 @@ class Membership:
         return self.endpoints
 
     def _read(self) -> tuple[str, ...]:
-        kind, _, place = self._source.partition(":")
+        kind, _, location = self._source.partition(":")
         match kind:
             case "file":
-                endpoints = _of_file(place)
+                endpoints = _of_file(location)
             case "dns":
-                endpoints = _of_name(place)
+                endpoints = _of_name(location)
             case _:
                 raise ConfigError(
                     f"endpoints_from = {self._source!r} is not a source; use file:PATH (one endpoint per line) or "
@@ -78,11 +78,11 @@ def _of_file(path: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(endpoint for line in lines if (endpoint := line.partition("#")[0].strip())))
 
 
-def _of_name(place: str) -> tuple[str, ...]:
-    name, _, port = place.rpartition(":")
+def _of_name(location: str) -> tuple[str, ...]:
+    name, _, port = location.rpartition(":")
     if not is_host(name) or not is_port_number(port):
         raise ConfigError(
-            f"endpoints_from = 'dns:{place}' is not a source; use dns:NAME:PORT, for example dns:servers:5757"
+            f"endpoints_from = 'dns:{location}' is not a source; use dns:NAME:PORT, for example dns:servers:5757"
         )
     try:
         found = socket.getaddrinfo(name, int(port), type=socket.SOCK_STREAM)
@@ -112,7 +112,7 @@ class Member:
         self.chosen_at = 0
         """Number of the fleet's choices when this server was last chosen."""
         self.is_unlisted = self.is_gone = False
-        self.noted_state: State = "joining"
+        self.noted_state: MemberState = "joining"
         """State that was reported last."""
 
     @property
@@ -125,7 +125,7 @@ class Member:
         """Welcome of the connected server, or None."""
         return self.link.welcome if self.link.connected else None
 
-    def state(self, version: int | None) -> State:
+    def state(self, version: int | None) -> MemberState:
         """Return the state, given the version that was published last."""
         welcome = self.welcome
         if self.is_gone:

@@ -47,9 +47,9 @@ WAIT_SLACK_S, WAIT_SLICE_S = 10.0, 0.5
 MAX_UNANSWERED = 5
 """Number of consecutive unanswered checks before a warning."""
 
-Place = tuple[Member, int]
+ReplicaId = tuple[Member, int]
 """Server and index of one of its replicas."""
-Answers = dict[Place, list[Future[Scores]]]
+Answers = dict[ReplicaId, list[Future[Scores]]]
 
 
 class BeforeSync(msgspec.Struct, frozen=True, eq=False):
@@ -158,14 +158,14 @@ class SyncCheck:
         started_at = time.monotonic()
         self._wait(pending, self._probe.patience_s + WAIT_SLACK_S)
         is_answered = bool(pending)
-        for place, answers in pending.items():
-            before_T = _answer_before(expected.before, place)
-            scores = _results(answers, place, expected.version, self._probe.patience_key)
+        for replica_id, answers in pending.items():
+            before_T = _answer_before(expected.before, replica_id)
+            scores = _results(answers, replica_id, expected.version, self._probe.patience_key)
             if scores is not None:
-                theirs_T = of_version(place[0], scores, expected.version)
-                self._probe.check_level(*place, (expected.logprobs_T - theirs_T).abs(), "texts of the step")
+                theirs_T = of_version(replica_id[0], scores, expected.version)
+                self._probe.check_level(*replica_id, (expected.logprobs_T - theirs_T).abs(), "texts of the step")
                 if before_T is not None:
-                    self._check_change(place, expected, before_T, theirs_T)
+                    self._check_change(replica_id, expected, before_T, theirs_T)
             is_answered &= scores is not None and before_T is not None
         self._count(is_answered)
         ended_at = time.monotonic()
@@ -184,9 +184,9 @@ class SyncCheck:
             )  # fmt: skip
 
     def _check_change(
-        self, place: Place, expected: ExpectedAnswers, before_T: torch.Tensor, theirs_T: torch.Tensor
+        self, replica_id: ReplicaId, expected: ExpectedAnswers, before_T: torch.Tensor, theirs_T: torch.Tensor
     ) -> None:
-        member, replica = place
+        member, replica = replica_id
         ours_T = expected.logprobs_T - expected.before.logprobs_T
         is_sensitive_T = expected.before.logprobs_T < MAX_LOGPROB
         is_changed_T = is_sensitive_T & (ours_T.abs() > LEAST_CHANGE)
@@ -234,22 +234,22 @@ class SyncCheck:
         }
 
 
-def _answer_before(before: BeforeSync, place: Place) -> torch.Tensor | None:
+def _answer_before(before: BeforeSync, replica_id: ReplicaId) -> torch.Tensor | None:
     """Return the logprobs that a server gave before the sync.
 
     None if no request was sent, or if the answer was too late or had another version.
     """
-    answers = before.answers.get(place, [])
+    answers = before.answers.get(replica_id, [])
     if not answers or not all(one.done() and not one.cancelled() and one.exception() is None for one in answers):
         return None
     scores = [one.result() for one in answers]
     is_of_version = all(one.policy_version == before.version for one in scores)
-    return of_version(place[0], scores, before.version) if is_of_version else None
+    return of_version(replica_id[0], scores, before.version) if is_of_version else None
 
 
-def _results(answers: list[Future[Scores]], place: Place, version: int, key: str) -> list[Scores] | None:
+def _results(answers: list[Future[Scores]], replica_id: ReplicaId, version: int, key: str) -> list[Scores] | None:
     """Return the answers of a server; None, with a warning, if one is missing. `key` limits the wait."""
-    member, _ = place
+    member, _ = replica_id
     try:
         return [answer.result(0) for answer in answers]
     except (TimeoutError, SlipstreamError) as error:

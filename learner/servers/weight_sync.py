@@ -30,7 +30,7 @@ from learner.servers.membership import Member
 from learner.servers.sync_session import Failure, SyncSessions
 from learner.servers.sync_source import SyncSource, Weights
 from learner.servers.weight_copy import WeightCopy
-from learner.servers.weight_transfer import SyncReport, Stage, SyncAttempt
+from learner.servers.weight_transfer import Stage, SyncAttempt, SyncReport
 from protocol.errors import ConfigError, DataError, PushError, PushIncomplete, ServerLost, SlipstreamError
 from protocol.messages import Manifest
 from protocol.weights.buckets import NamedTensors
@@ -206,7 +206,9 @@ class WeightSync:
             due = self._due(version, members)
             outcome = self._round(version, tensors, due)
             for member, error in outcome.failures.items():
-                self._note(member, error, version, f"{outcome.stages.get(member, 'pausing')} (attempt {attempt})")
+                self._handle_failure(
+                    member, error, version, f"{outcome.stages.get(member, 'pausing')} (attempt {attempt})"
+                )
                 reason = str(error)  # only the text: the traceback would keep the session's sockets open
             if outcome.reports:
                 return self._summary(version, outcome)
@@ -287,7 +289,7 @@ class WeightSync:
         outcome.stages |= dict.fromkeys(failures, attempt.stage)
         outcome.num_bytes += max((report.num_bytes for report in reports.values()), default=0)
 
-    def _note(self, member: Member, error: Failure, version: int, where: str) -> None:
+    def _handle_failure(self, member: Member, error: Failure, version: int, where: str) -> None:
         """Handle a failed sync. Raises its error if the run cannot go on."""
         if isinstance(error, PushIncomplete | ConfigError):  # a retry would fail too
             self._fleet.exclude(member, error)

@@ -5,16 +5,15 @@
 Invariant: no existing file is overwritten.
 """
 
+import shlex
 import shutil
 from pathlib import Path
 
 from protocol.errors import ConfigError
 
 FILES = Path(__file__).parent / "files"
-PLACE = "MY_TASK"
+PLACEHOLDER = "MY_TASK"
 """Placeholder in the recipe for the directory, as given on the command line."""
-UNFIT = '"\\\n'
-"""Characters that TOML requires to be escaped."""
 
 
 def write_starter(directory: Path) -> str:
@@ -23,9 +22,10 @@ def write_starter(directory: Path) -> str:
     Raises:
         ConfigError: The name does not fit a recipe, or the directory exists or cannot be written.
     """
-    if set(UNFIT) & set(str(directory)):
+    if not str(directory).isprintable() or set('"\\') & set(str(directory)):  # TOML would need escapes
         raise ConfigError(
-            f"{str(directory)!r} cannot be used in a recipe; choose a name without quotes, backslashes and line breaks"
+            f"{str(directory)!r} cannot be used in a recipe; choose a name of printable characters without double "
+            "quotes and backslashes"
         )
     try:
         directory.mkdir(parents=True)
@@ -34,7 +34,9 @@ def write_starter(directory: Path) -> str:
                 shutil.copyfile(source, directory / source.name)
         recipe = directory / "run.toml"
         recipe.write_text(
-            recipe.read_text("utf-8").replace(f"runs/{PLACE}", f"runs/{directory.name}").replace(PLACE, str(directory)),
+            recipe.read_text("utf-8")
+            .replace(f"runs/{PLACEHOLDER}", f"runs/{directory.name}")
+            .replace(PLACEHOLDER, str(directory)),
             "utf-8",
         )
     except FileExistsError:
@@ -44,6 +46,7 @@ def write_starter(directory: Path) -> str:
     except OSError as error:
         raise ConfigError(f"{directory} cannot be written: {error}; choose another directory") from error
     train = "train: server and learner on this machine"
+    test_path, recipe_path = shlex.quote(str(directory)), shlex.quote(f"{directory}/run.toml")
     return f"""wrote {directory}/: prompts.jsonl, reward.py, test_reward.py, run.toml. Next:
-  python -m pytest {directory}                      # check that the reward matches your intent
-  slipstream colocate {directory}/run.toml          # {train}; runs/{directory.name}/report.html"""
+  python -m pytest {test_path}                      # check that the reward matches your intent
+  slipstream colocate {recipe_path}          # {train}; runs/{directory.name}/report.html"""

@@ -39,7 +39,7 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
-        num_free = shutil.disk_usage(next(place for place in (path, *path.parents) if place.exists())).free / MIB
+        num_free = shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free / MIB
         raise DiskError(
             f"{path} could not be written ({error}); {num_free:,.1f} MiB are free on its disk. The run stops, and "
             "everything committed before is kept: free some space, then continue with --resume"

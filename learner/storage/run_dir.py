@@ -176,7 +176,7 @@ def _require_checkpoints(directory: Path, former: Path, *, has_ledger: bool) -> 
             "before, has; move that directory there, or set learner.checkpoint.dir to it"
         )
     # A run that was killed before its first checkpoint has claimed the directory.
-    if has_ledger and not any((place / OWNER_FILE).exists() for place in (directory, former)):
+    if has_ledger and not any((folder / OWNER_FILE).exists() for folder in (directory, former)):
         raise ConfigError(
             f"learner.checkpoint.dir: {former}, where this run wrote its checkpoints, is missing or empty; mount or "
             "restore it, or start a new run in another run_dir"

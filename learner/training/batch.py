@@ -29,7 +29,7 @@ class BatchRow(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     group: int
     """Number of the row's group. Adjacent rows with the same number have the group's prompt, or a later
     prompt of its episodes."""
-    place: int
+    episode: int
     """Index of the row's episode among all episodes of the step."""
     advantage: float | np.ndarray
     """Advantage of the row's tokens: one for all, or one for each."""
@@ -64,7 +64,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     behavior_logprobs_BT: torch.Tensor
     versions_BT: torch.Tensor
     entered_versions_B: torch.Tensor
-    places_B: torch.Tensor
+    episodes_B: torch.Tensor
     advantages_BT: torch.Tensor
     weights_B: torch.Tensor
     routing: Routing | None = None
@@ -97,15 +97,15 @@ def step_rows(
     ]
     num_tokens = sum(branch.num_sampled for branches in kept for branch in branches)
     num_episodes = sum(bool(branches) for branches in kept)
-    places = count()
+    episodes = count()
     rows_P_G: list[list[BatchRow]] = []
     for number, (group, advantages_G_K) in enumerate(zip(groups, advantages_P_G_K, strict=True)):
         rows_P_G.append([])
         for branches, advantages_K in zip(group.branches_G, advantages_G_K, strict=True):
-            place = next(places)
+            episode = next(episodes)
             weight = row_weight(
                 config.loss.mean_over,
-                row_tokens=sum(branch.num_sampled for branch in kept[place]),
+                row_tokens=sum(branch.num_sampled for branch in kept[episode]),
                 num_tokens=max(num_tokens, 1),
                 num_rows=max(num_episodes, 1),
                 max_tokens=config.sampling.max_tokens,
@@ -115,7 +115,7 @@ def step_rows(
                     prompt_token_ids=group.prompt_of(branch),
                     branch=branch,
                     group=number,
-                    place=place,
+                    episode=episode,
                     advantage=_by_token(advantages_K, branch),
                     weight=weight,
                     entered_version=group.entered_version,
@@ -199,7 +199,7 @@ def micro_batch(rows: list[BatchRow], device: torch.device) -> MicroBatch:
         behavior_logprobs_BT=on_device(behavior_logprobs_BT, np.float32),
         versions_BT=on_device(versions_BT, np.int64),
         entered_versions_B=on_device([row.entered_version for row in rows], np.int64),
-        places_B=on_device([row.place for row in rows], np.int64),
+        episodes_B=on_device([row.episode for row in rows], np.int64),
         advantages_BT=on_device(advantages_BT, np.float32),
         weights_B=on_device([row.weight for row in rows], np.float32),
         reference_logprobs_BT=on_device(reference_logprobs_BT, np.float32) if len(references) == len(rows) else None,
@@ -217,7 +217,7 @@ def _masked_row() -> BatchRow:
         prompt_token_ids=np.zeros(1, np.int32),
         branch=branch,
         group=0,
-        place=0,
+        episode=0,
         advantage=0.0,
         weight=0.0,
         entered_version=UNKNOWN_VERSION,

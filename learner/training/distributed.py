@@ -194,13 +194,15 @@ def plan_of(
     model: Any, rows: list[BatchRow], shares: Sequence[list[list[BatchRow]]], layout: Layout, step: str
 ) -> StepPlan:
     """Return this rank's plan; `shares` are the micro-batches of every rank."""
-    place_of = {id(row): place for place, row in enumerate(rows)}
-    content, places = hashlib.sha256(), hashlib.sha256()
+    index_of = {id(row): index for index, row in enumerate(rows)}
+    content, micro_batches = hashlib.sha256(), hashlib.sha256()
     for row in rows:
-        content.update(b"%d,%d,%d;" % (row.group, row.place, len(row.prompt_token_ids)))
+        content.update(b"%d,%d,%d;" % (row.group, row.episode, len(row.prompt_token_ids)))
         content.update(row.prompt_token_ids.tobytes())
         content.update(row.branch.token_ids.tobytes())
-    places.update(msgspec.json.encode([[[place_of[id(row)] for row in batch] for batch in share] for share in shares]))
+    micro_batches.update(
+        msgspec.json.encode([[[index_of[id(row)] for row in batch] for batch in share] for share in shares])
+    )
     return StepPlan(
         step=step,
         attention=model.config._attn_implementation,
@@ -210,7 +212,7 @@ def plan_of(
         num_tokens=sum(row.num_tokens for row in rows),
         rows=content.hexdigest()[:16],
         num_micro_batches=[len(share) for share in shares],
-        micro_batches=places.hexdigest()[:16],
+        micro_batches=micro_batches.hexdigest()[:16],
     )
 
 

@@ -41,8 +41,6 @@ MAX_NATS = 20.0
 """Bound on the absolute log-ratio, in nats, as in the loss."""
 MIN_PULL = 1e-12
 """Lower bound for the pull by weight and advantage, which is 0 where the advantage is 0."""
-OF_SERVER = "mismatch of "
-"""Prefix of per-server values, which are not metrics; the server's endpoint follows."""
 PEAK_TFLOPS = {
     "B200": 2250.0, "H200": 989.0, "H200 NVL": 835.0, "H100": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0,
     "GH200": 989.0, "A100": 312.0, "A100 PCIe": 312.0, "L40S": 362.0, "A10": 125.0, "RTX 4090": 165.0,
@@ -175,7 +173,7 @@ def turn_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
     ]
     metrics = {"reward/turn_mean": statistics.fmean(reward for _, reward in rated)} if rated else {}
     for number in range(1, MAX_TURNS + 1):
-        if rewards := [reward for place, reward in rated if place == number]:
+        if rewards := [reward for of_turn, reward in rated if of_turn == number]:
             metrics[f"reward/turn_{number}"] = statistics.fmean(rewards)
     states_P_G_K = [[[turn.state for turn in turns] for turns in group.turns_G] for group in groups]
     return metrics | {"episode/anchored_frac": anchored_frac(states_P_G_K)}
@@ -283,49 +281,34 @@ def _joined(seen_UN5: torch.Tensor) -> torch.Tensor:
 
 
 class Mismatch:
-    """Logprob differences to the servers since the last `pop_metrics`."""
+    """Logprob differences to the servers since the last `pop_by_server`."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Per micro-batch: places_B, and per branch the sum and number of tokens, on their device."""
+        """Per micro-batch: episodes_B, and per branch the sum and number of tokens, on their device."""
 
-    def update(self, places_B: torch.Tensor, fresh_BT: torch.Tensor, mismatch_BT: torch.Tensor) -> None:
+    def update(self, episodes_B: torch.Tensor, fresh_BT: torch.Tensor, mismatch_BT: torch.Tensor) -> None:
         """Record |Δ logprob| of the fresh tokens."""
         sums_B = torch.where(fresh_BT, mismatch_BT, 0.0).sum(dim=1)
-        self._seen.append((places_B, torch.stack([sums_B.double(), fresh_BT.sum(dim=1).double()], dim=1)))
+        self._seen.append((episodes_B, torch.stack([sums_B.double(), fresh_BT.sum(dim=1).double()], dim=1)))
 
-    def pop_metrics(self, accelerator: Accelerator, groups: list[RolloutGroup]) -> dict[str, float]:
-        """Return each server's mean over all ranks, or nothing if there is one server.
+    def pop_by_server(self, accelerator: Accelerator, groups: list[RolloutGroup]) -> dict[str, float]:
+        """Return each server's mean over all ranks, by endpoint. Servers without a finite value are left out.
 
         Every rank must call this.
         """
         seen, self._seen = self._seen, []
         servers = sorted({group.server for group in groups})
-        if len(servers) == 1:
-            return {}
         server_N = torch.tensor([servers.index(group.server) for group in groups for _ in group.rewards_G])
         sums = torch.zeros(len(servers), 2, dtype=torch.float64, device=accelerator.device)
-        for places_B, sums_B in seen:
-            sums.index_add_(0, server_N.to(accelerator.device)[places_B], sums_B)
+        for episodes_B, sums_B in seen:
+            sums.index_add_(0, server_N.to(accelerator.device)[episodes_B], sums_B)
         totals = accelerator.reduce(sums, "sum").tolist()
         return {
-            OF_SERVER + server: total / num_tokens
+            server: total / num_tokens
             for server, (total, num_tokens) in zip(servers, totals, strict=True)
-            if num_tokens
+            if num_tokens and math.isfinite(total)
         }
-
-
-def pop_mismatches(metrics: dict[str, float], groups: list[RolloutGroup]) -> dict[str, float]:
-    """Remove the per-server mismatches from a step's metrics; return them by endpoint.
-
-    The mismatch of a single server is a metric, and stays.
-    """
-    of_servers = {
-        name.removeprefix(OF_SERVER): metrics.pop(name) for name in list(metrics) if name.startswith(OF_SERVER)
-    }
-    if not of_servers and "policy/mismatch_abs_logprob" in metrics:
-        of_servers[groups[0].server] = metrics["policy/mismatch_abs_logprob"]
-    return of_servers
 
 
 class Devices(NamedTuple):

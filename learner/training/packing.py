@@ -135,13 +135,13 @@ def split_into_micro_batches(pieces: Sequence[Piece], layout: Layout) -> list[li
     room: list[float] = []
     for piece in sorted(pieces, key=num_tokens, reverse=True):
         needed = sum(itertools.starmap(layout.size, zip([None, *piece[:-1]], piece, strict=True)))
-        place = next((i for i, free in enumerate(room) if free >= needed), None)
-        if place is None:
+        fitting = next((i for i, free in enumerate(room) if free >= needed), None)
+        if fitting is None:
             batches.append(list(piece))
             room.append(layout.max_tokens - needed)
         else:
-            batches[place] += piece
-            room[place] -= needed
+            batches[fitting] += piece
+            room[fitting] -= needed
     return batches
 
 

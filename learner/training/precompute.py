@@ -67,7 +67,7 @@ def episode_kls(
 ) -> tuple[list[float], float]:
     """Return each episode's KL and the step's mean KL per token, over all ranks.
 
-    An episode's KL is the sum over its sampled tokens, indexed by its place in the step. The mean is
+    An episode's KL is the sum over its sampled tokens, indexed by its number in the step. The mean is
     `reference/kl`.
     """
     accelerator = trainer.accelerator
@@ -81,7 +81,7 @@ def episode_kls(
         mask_BT = batch.mask_BT
         d_BT = clamped(masked(reference_BT, mask_BT) - masked(logprobs_BT, mask_BT))
         kls_B = kl_estimate(d_BT, trainer.config.kl.estimator_used).sum(dim=1).double()
-        kls_N.index_add_(0, batch.places_B, kls_B)  # all branches of an episode have the same place
+        kls_N.index_add_(0, batch.episodes_B, kls_B)
         measured += torch.stack([kl_estimate(d_BT, MEASURE).sum().double(), mask_BT.sum().double()])
     kls_N, (kl, num_tokens) = accelerator.reduce(kls_N, "sum"), accelerator.reduce(measured, "sum").tolist()
     return kls_N.tolist(), kl / max(num_tokens, 1.0)

@@ -72,7 +72,6 @@ def train_on(trainer: PolicyTrainer, groups: list[RolloutGroup], version: int, t
     metrics = (
         loss_metrics(total, config) | trainer.extremes.pop_metrics(accelerator, config.updates_per_batch) | metrics
     )
-    metrics |= trainer.mismatch.pop_metrics(accelerator, groups)
     metrics["perf/train_tflop"] = train_tflop(trainer, rows)
     metrics["optim/skipped_updates"] = float(num_skipped)
     return {name: value for name, value in metrics.items() if math.isfinite(value)}
@@ -243,7 +242,7 @@ def _micro_batch_loss(
     (pull_BT,) = torch.autograd.grad(loss, logprobs_BT, retain_graph=True)
     advantages_BT = token_advantages(inputs, config.kl, trainer.kl_coef)
     trainer.extremes.update(log_ratio_BT, pull_BT.abs(), (batch.weights_B.unsqueeze(1) * advantages_BT).abs())
-    trainer.mismatch.update(batch.places_B, fresh_BT, mismatch_BT)
+    trainer.mismatch.update(batch.episodes_B, fresh_BT, mismatch_BT)
     sums["entropy"] = torch.where(batch.mask_BT, entropy_BT.detach(), 0.0).sum()
     sums["fresh_tokens"] = fresh_BT.sum().float()
     sums["fresh_mismatch"] = torch.where(fresh_BT, mismatch_BT, 0.0).sum()

@@ -91,9 +91,9 @@ def _chosen(
 
 
 def _random(batch: MicroBatch, seed: int, version: int) -> torch.Tensor:
-    """Return a uniform random number for each token, by its episode's place in the step and its index."""
+    """Return a uniform random number for each token, by its episode's number in the step and its index."""
     num_tokens = batch.mask_BT.shape[1]
     random_BT = np.stack(
-        [np.random.default_rng([seed, version, place]).random(num_tokens) for place in batch.places_B.tolist()]
+        [np.random.default_rng([seed, version, episode]).random(num_tokens) for episode in batch.episodes_B.tolist()]
     )
     return torch.from_numpy(random_BT).to(batch.mask_BT.device)

@@ -98,13 +98,13 @@ def answer_rows(
                 versions=[(0, len(token_ids))],
                 finish_reason="stop",
             ),
-            group=place,
-            place=place,
+            group=i,
+            episode=i,
             advantage=1.0,
             weight=1 / num_tokens,
             entered_version=UNKNOWN_VERSION,
         )
-        for place, (prompt, token_ids) in enumerate(zip(prompts, answers, strict=True))
+        for i, (prompt, token_ids) in enumerate(zip(prompts, answers, strict=True))
     ]
 
 

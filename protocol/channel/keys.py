@@ -27,6 +27,8 @@ from protocol.errors import ConfigError
 log = logging.getLogger(__name__)
 KEY_CHARACTERS = 40
 """Length of a key: 32 bytes in Z85."""
+TEMPORARY_ERRORS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
+"""Errors that tell nothing about a file: of this process, the machine or the file system."""
 
 
 def read_secret(path: Path, purpose: str) -> str:
@@ -73,12 +75,17 @@ class ServerKeys(msgspec.Struct, frozen=True):
         """Return the public keys that are admitted now.
 
         A file without a valid key, such as a partial copy, admits nobody and is logged.
+
+        Raises:
+            OSError: If it is not known now which keys are admitted.
         """
         keys = set()
         for path in sorted(self.allowed_in.glob("*.pub")):
             try:
                 keys.add(_read_public(path))
             except ConfigError as error:
+                if isinstance(error.__cause__, OSError) and error.__cause__.errno in TEMPORARY_ERRORS:
+                    raise error.__cause__ from error
                 log.warning("%s", error)
         return keys
 
@@ -99,7 +106,11 @@ def server_keys(directory: str) -> ServerKeys:
     """
     secret, public = _read_pair(_folder(directory) / "server.key")
     keys = ServerKeys(secret, public, Path(directory) / "allowed")
-    if not keys.allowed():
+    try:
+        allowed = keys.allowed()
+    except OSError as error:
+        raise ConfigError(f"{keys.allowed_in} cannot be read: {error}") from error
+    if not allowed:
         raise ConfigError(
             f"{directory}/allowed contains no public key, so no learner can connect; copy the learner's .pub file there"
         )

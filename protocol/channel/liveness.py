@@ -11,6 +11,7 @@ it counts as alive forever. The kernel also knows when a connection last receive
 """
 
 import logging
+import math
 import socket
 import struct
 from collections.abc import Callable, Iterable, Iterator
@@ -22,9 +23,6 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 log = logging.getLogger(__name__)
-MAX_UNFINISHED_BYTES = 128 << 20
-"""Maximum number of bytes without a whole message: four frames of maximum size. They count from the check
-after the last whole message."""
 MIN_SILENT_CHECKS = 3
 """Minimum number of checks in a row without a byte, however long the silence. The checking process itself,
 and the peer with it, may have been suspended."""
@@ -71,9 +69,18 @@ class Connections:
     """
 
     def __init__(
-        self, is_ours: Callable[[socket.socket], bool], dead_after_ms: int, max_unfinished_bytes: float
+        self,
+        is_ours: Callable[[socket.socket], bool],
+        dead_after_ms: int,
+        max_unfinished_bytes: Callable[[int], float] = lambda _: math.inf,
     ) -> None:
-        """Create a watchdog. `is_ours` checks a socket, because its descriptor may be reused."""
+        """Create a watchdog.
+
+        Args:
+            is_ours: Checks a socket, because its descriptor may be reused.
+            max_unfinished_bytes: Returns how many bytes a descriptor may receive without a whole message. They count
+                from the check after the last whole message.
+        """
         self._is_ours, self._dead_after_ms, self._max_unfinished_bytes = is_ours, dead_after_ms, max_unfinished_bytes
         self._finished: set[int] = set()
         """Descriptors that have received a whole message since the last check."""
@@ -100,7 +107,7 @@ class Connections:
             )
             counters[descriptor] = now
             most = max(most, num_bytes - before.num_bytes)
-            if num_bytes - now.mark > self._max_unfinished_bytes:
+            if num_bytes - now.mark > self._max_unfinished_bytes(descriptor):
                 self.disconnect(descriptor, f"received {(num_bytes - now.mark) >> 20} MiB of an unfinished message")
             elif silence_ms > self._dead_after_ms and now.num_silent_checks >= MIN_SILENT_CHECKS:
                 self.disconnect(descriptor, f"received nothing for {silence_ms / 1000:.1f} s")

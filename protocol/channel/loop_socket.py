@@ -10,6 +10,7 @@ Invariant: no task waits for an event that has already happened.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 
@@ -26,8 +27,11 @@ MAX_TURN_S = 0.001
 class LoopSocket:
     """Socket of one event loop, in which any task may send and receive."""
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
-        self._socket = socket
+    def __init__(self, socket: zmq.Socket[bytes], max_frames: float = math.inf) -> None:
+        """Wrap a socket. A message of more than `max_frames` frames is cut short when it is received."""
+        self._socket, self._max_frames = socket, max_frames
+        self._has_rest = False
+        """Whether the message received last was cut short, and its other frames are still to be skipped."""
         self._signal = int(socket.getsockopt(zmq.FD))
         """Descriptor through which libzmq signals events."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -65,11 +69,13 @@ class LoopSocket:
                     await self._until(WRITABLE)
 
     async def receive(self) -> list[zmq.Frame]:
-        """Return the frames of the next message."""
+        """Return the frames of the next message. If it was cut short, the last one has `more` set."""
         if time.monotonic() - self._turn_started > MAX_TURN_S:
             await asyncio.sleep(0)  # the only point at which other tasks run while a peer floods
             self._turn_started = time.monotonic()
         while True:
+            if self._has_rest:
+                await self._skip_rest()
             try:
                 return self._receive_now()
             except zmq.Again:
@@ -79,11 +85,24 @@ class LoopSocket:
     def _receive_now(self) -> list[zmq.Frame]:
         try:
             frames = [self._socket.recv(WITHOUT_WAITING, copy=False)]
-            while frames[-1].more:
+            while frames[-1].more and len(frames) < self._max_frames:
                 frames.append(self._socket.recv(WITHOUT_WAITING, copy=False))
+            self._has_rest = frames[-1].more
         finally:
             self._wake_waiting_tasks()
         return frames
+
+    async def _skip_rest(self) -> None:
+        """Skip the rest of a message that was cut short, a turn at a time: it may be millions of frames.
+
+        None of them is waited for, because libzmq delivers whole messages.
+        """
+        while self._has_rest:
+            self._has_rest = self._socket.recv(WITHOUT_WAITING, copy=False).more
+            if time.monotonic() - self._turn_started > MAX_TURN_S:
+                self._wake_waiting_tasks()
+                await asyncio.sleep(0)
+                self._turn_started = time.monotonic()
 
     async def _until(self, event: int) -> None:
         loop = asyncio.get_running_loop()

@@ -11,7 +11,7 @@ enough for any Hello, and is cut off above that (`PeerLimits`).
 
 import asyncio
 import enum
-import math
+import logging
 import socket
 import time
 from collections import Counter, deque
@@ -20,18 +20,27 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from protocol.channel.keys import LearnerKeys, ServerKeys
-from protocol.channel.liveness import MAX_UNFINISHED_BYTES, Connections, Failure, Monitor, address_of
+from protocol.channel.liveness import Connections, Failure, Monitor, address_of
 from protocol.channel.loop_socket import LoopSocket
 from protocol.codec import Decoder, encode
 from protocol.endpoint import check_endpoint, needs_ipv6, split_endpoint
 from protocol.errors import ConfigError, DeadlineExceeded, HandshakeRefused, ProtocolError
 from protocol.messages import LearnerMessage, Message, ServerMessage
 
+log = logging.getLogger(__name__)
 MAX_MESSAGES_PER_S = 1_000
 NUM_REMEMBERED = 1_000
 MAX_BYTES_PER_S = 1 << 20
 """Maximum number of bytes that a stranger may send per second. Decoding them takes the server tens of
 milliseconds and tens of MiB, whatever they contain."""
+MAX_STRANGER_UNFINISHED_BYTES = 2 * MAX_BYTES_PER_S
+"""Maximum number of bytes of a stranger without a whole message. In memory they may be 32 times as many: an empty
+frame is 2 bytes on the wire, and 64 in libzmq."""
+MAX_UNFINISHED_BYTES = 128 << 20
+"""The same for the admitted peer: four frames of maximum size."""
+MAX_FRAMES = 16
+"""Maximum number of frames that the server reads of a message. The sender's id comes first, and no message has more
+than a header and one array."""
 HEARTBEAT_INTERVAL_MS = 500
 DEAD_PEER_TIMEOUT_MS = 2_000
 """Maximum time without a byte. With a check twice a second, a dead peer is noticed within 3 s."""
@@ -125,12 +134,14 @@ class ServerChannel:
         check_endpoint(endpoint, has_keys=keys is not None, insecure=insecure)
         self._context = zmq.Context()
         self._socket = _open(self._context, zmq.ROUTER, endpoint, MAX_FRAME_BYTES)
-        self._messages = LoopSocket(self._socket)
+        self._messages = LoopSocket(self._socket, MAX_FRAMES)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.RCVHWM, SERVER_RECEIVE_HIGH_WATER_MARK)
         self._decoder: Decoder[LearnerMessage] = Decoder(LearnerMessage)  # type: ignore[arg-type]
         self._peer_limits = PeerLimits()
         self._admitted: bytes | None = None
+        self._peer_of: dict[int, bytes] = {}
+        """Sender of the last message by descriptor, which may be closed since."""
         self.num_shut_out = 0
         """Number of messages dropped unread, beyond what strangers may send."""
         self._monitor = Monitor(self._context, self._socket)
@@ -146,7 +157,7 @@ class ServerChannel:
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
         host, port = split_endpoint(self.endpoint)
         self._own = (host, int(port))
-        self._connections = Connections(self._is_ours, DEAD_PEER_TIMEOUT_MS, MAX_UNFINISHED_BYTES)
+        self._connections = Connections(self._is_ours, DEAD_PEER_TIMEOUT_MS, self._max_unfinished_bytes)
 
     def _is_ours(self, connection: socket.socket) -> bool:
         """Return whether a connection was made to the address of this socket.
@@ -157,14 +168,19 @@ class ServerChannel:
         listens_everywhere = self._own[0] in EVERY_ADDRESS
         return address == self._own or (listens_everywhere and address is not None and address[1] == self._own[1])
 
+    def _max_unfinished_bytes(self, descriptor: int) -> int:
+        is_admitted = self._admitted is not None and self._peer_of.get(descriptor) == self._admitted
+        return MAX_UNFINISHED_BYTES if is_admitted else MAX_STRANGER_UNFINISHED_BYTES
+
     def _lock(self, keys: ServerKeys) -> ThreadAuthenticator:
         """Admit only listed keys.
 
         A separate thread checks them, because the event loop blocks while vLLM starts.
         """
+        allow_list = _AllowList(keys)
         gate = ThreadAuthenticator(self._context)
         gate.start()
-        gate.configure_curve_callback(credentials_provider=_AllowList(keys))
+        gate.configure_curve_callback(credentials_provider=allow_list)
         self._socket.curve_secretkey, self._socket.curve_publickey = keys.secret, keys.public
         self._socket.curve_server = True
         return gate
@@ -182,6 +198,7 @@ class ServerChannel:
             await asyncio.sleep(0)
             peer, descriptor = peer_frame.bytes, int(frames[0].get(zmq.SRCFD))
             self._connections.finished_message(descriptor)
+            self._peer_of[descriptor] = peer
             if peer != self._admitted and self._is_shut_out(peer, descriptor, frames):
                 self.num_shut_out += 1
                 continue
@@ -200,7 +217,8 @@ class ServerChannel:
     def _is_shut_out(self, peer: bytes, descriptor: int, frames: list[zmq.Frame]) -> bool:
         if self._peer_limits.is_cut_off(peer):
             return True
-        if self._peer_limits.allow(peer, sum(len(frame) for frame in frames)):
+        has_too_many_frames = frames[-1].more
+        if self._peer_limits.allow(peer, sum(len(frame) for frame in frames)) and not has_too_many_frames:
             return False
         self._peer_limits.cut_off(peer)
         self._connections.disconnect(descriptor, "it exceeded the limits for a peer whose Hello is not accepted")
@@ -242,13 +260,20 @@ class ServerChannel:
 
 
 class _AllowList:
-    """Credentials provider for pyzmq's authenticator, with the allowed keys."""
+    """Credentials provider for pyzmq's authenticator, with the allowed keys.
+
+    An exception would end the authenticator's thread, which then admits nobody and cannot be stopped.
+    """
 
     def __init__(self, keys: ServerKeys) -> None:
-        self._keys = keys
+        self._keys, self._known = keys, keys.allowed()
 
     def callback(self, domain: str, key: bytes) -> bool:
-        return key in self._keys.allowed()
+        try:
+            self._known = self._keys.allowed()
+        except OSError as error:
+            log.warning("%s cannot be read (%s); admitting the keys read last", self._keys.allowed_in, error)
+        return key in self._known
 
 
 class LearnerChannel:
@@ -283,7 +308,7 @@ class LearnerChannel:
             self._socket.curve_secretkey, self._socket.curve_publickey = keys.secret, keys.public
             self._socket.curve_serverkey = keys.server
         self._monitor = Monitor(self._context, self._socket)
-        self._connections = Connections(self._is_ours, DEAD_PEER_TIMEOUT_MS, math.inf)
+        self._connections = Connections(self._is_ours, DEAD_PEER_TIMEOUT_MS)
         self._socket.connect(endpoint)
 
     def _is_ours(self, connection: socket.socket) -> bool:

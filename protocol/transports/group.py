@@ -26,6 +26,7 @@ import torch
 
 from protocol.endpoint import join_address, needs_ipv6, split_endpoint
 from protocol.errors import PushError, PushInterrupted
+from protocol.line_socket import keep_alive
 from protocol.messages import Rendezvous
 from protocol.transports.collective import Collective, RankContext, load_transport
 from protocol.transports.rendezvous import (
@@ -309,9 +310,7 @@ class Watch(threading.Thread):
             PushError: If the session is canceled.
         """
         with socket.create_connection(self._address, DEAD_AFTER_S) as connection:
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in KEEPALIVE.items():
-                connection.setsockopt(socket.IPPROTO_TCP, option, value)
+            keep_alive(connection, KEEPALIVE)
             while not self._is_over.is_set():
                 connection.sendall(self._report())
                 answer = self._answer(connection)

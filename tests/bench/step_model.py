@@ -78,13 +78,13 @@ def make_rows(
 ) -> list[BatchRow]:  # fmt: skip
     """Return groups of one shape. Each branch has a prompt that is `num_said` tokens longer than the previous one."""
     rng = np.random.default_rng(0)
-    places = itertools.count()
+    episodes = itertools.count()
     num_tokens = num_groups * group_size * num_branches * num_completion
 
     def ids(count: int) -> np.ndarray:
         return rng.integers(1, vocab_size, count).astype(np.int32)
 
-    def row(before: np.ndarray, group: int, place: int) -> BatchRow:
+    def row(before: np.ndarray, group: int, episode: int) -> BatchRow:
         branch = TokenSequence(
             token_ids=ids(num_completion),
             behavior_logprobs=np.full(num_completion, -np.log(vocab_size), np.float32),
@@ -92,7 +92,7 @@ def make_rows(
             finish_reason="stop",
         )
         return BatchRow(
-            prompt_token_ids=before, branch=branch, group=group, place=place, advantage=1.0, weight=1 / num_tokens,
+            prompt_token_ids=before, branch=branch, group=group, episode=episode, advantage=1.0, weight=1 / num_tokens,
             entered_version=VERSION,
         )  # fmt: skip
 
@@ -100,9 +100,9 @@ def make_rows(
     for group in range(num_groups):
         prompt = ids(num_prompt)
         for _ in range(group_size):
-            before, place = prompt, next(places)
+            before, episode = prompt, next(episodes)
             for _ in range(num_branches):
-                rows.append(row(before, group, place))
+                rows.append(row(before, group, episode))
                 before = np.concatenate([before, ids(num_said)])
     return rows
 

@@ -6,24 +6,23 @@ tokens show it when the server samples from torn weights.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from inference_server.config import ServerRun
-from inference_server.engine.interface import PushOrder, Sampled, WorkerReport
+from inference_server.engine.interface import Sampled
 from inference_server.server import Server
 from inference_server.shutdown import until_ended
 from protocol.channel.sockets import ServerChannel
 from protocol.config import load_config
-from protocol.errors import PushError, PushInterrupted
 from protocol.messages import Completion, Sampling
 from protocol.model_files import fingerprint, resolve_model
 from tests.chaos.fake_http import serve_http
 from tests.chaos.server_process import set_traps
-from tests.fakes import ScriptedEngine, report
+from tests.fakes import ScriptedEngine
 from tests.learner.model_engine import ModelEngine, sample_group
 
 
@@ -82,24 +81,10 @@ class InPlaceModelEngine(ModelEngine):
         group = sample_group(self.model, prompt, seeds, sampling.max_tokens, stops)
         return [self._completion_of(tokens, logprobs, stops) for tokens, logprobs in group]
 
-    def _load(self, order: PushOrder) -> WorkerReport:
-        receiver, is_intact = self._own_receiver(), True
-        try:
-            for arrived in receiver.buckets(order):
-                is_intact = False
-                with torch.no_grad():
-                    for name, tensor in arrived.bucket.views(arrived.buffer):
-                        self._parameters[name].copy_(tensor)
-        except PushError as error:
-            receiver.leave()
-            return report(
-                ok=False,
-                state="receiving",
-                weights_intact=is_intact,
-                error=str(error),
-                interrupted=isinstance(error, PushInterrupted),
-            )
-        return report(checksum=receiver.checksum)
+    def _take(self, views: Iterable[tuple[str, torch.Tensor]], weights: dict[str, torch.Tensor]) -> None:
+        with torch.no_grad():
+            for name, tensor in views:
+                self._parameters[name].copy_(tensor)
 
     async def set_version(self, version: int) -> None:
         await ScriptedEngine.set_version(self, version)

@@ -173,7 +173,7 @@ def _record_run(traps: Traps) -> None:
     PartialResults.forget = keep_answers  # type: ignore[method-assign]
     Controller.connect = _record_up_before(Controller.connect, traps)  # type: ignore[method-assign]
     ServerLink._connected = _ConnectionRecorder(traps)  # type: ignore[assignment]
-    Fleet._note = _record_states(Fleet._note, traps)  # type: ignore[method-assign]
+    Fleet._report_state = _record_states(Fleet._report_state, traps)  # type: ignore[method-assign]
     learner.servers.fleet.REREAD_EVERY_S = REREAD_EVERY_S
     _record_ends(traps)
 

@@ -1,4 +1,4 @@
-"""The parts of a chaos campaign: schedule, audits and report; and small campaigns that must be clean."""
+"""The parts of a chaos campaign: schedule, traps, audits and report."""
 
 import asyncio
 import sqlite3
@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from learner.rollouts.ledger import Ledger
-from tests.chaos.__main__ import campaign
 from tests.chaos.audit import Prompts, Received, audit_prompts, audit_references
 from tests.chaos.fault_result import FaultResult, notice_s
 from tests.chaos.report import LegReport, Report, make_report
@@ -278,26 +277,6 @@ def test_a_campaign_in_which_training_stopped_although_a_server_was_up_is_not_cl
     assert report_of(1, [result_of("link", "cut")]).longest_stop_s is None
 
 
-# --- faults ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow  # `make chaos` runs campaigns of this kind
-def test_a_few_faults_lose_duplicate_mislabel_and_hang_nothing(tmp_path: Path) -> None:
-    report = campaign(5, 6, "fake", tmp_path / "chaos")
-    assert report.is_clean, report.problems
-    assert report.faults == 6 and report.prompts_consumed_once == report.prompts_expected
-
-
-@pytest.mark.slow  # `make chaos` runs campaigns of this kind
-def test_no_group_is_lost_when_environments_die_or_servers_die_between_turns(tmp_path: Path) -> None:
-    report = campaign(SEED, 8, "fake", tmp_path / "chaos", player="environment")
-    assert report.is_clean, report.problems
-    assert report.faults == 8 and report.prompts_consumed_once == report.prompts_expected
-    assert {"environment: kill", "environment: stop", "environment: hang"} < set(report.by_kind)
-    assert "learner between turns" in report.by_state
-    assert {"finished", "max_turns", "env_error", "tool_timeout"} <= set(report.episode_ends)
-
-
 def test_the_audit_finds_a_step_with_another_reference(tmp_path: Path) -> None:
     metrics, config = (
         tmp_path / "metrics.jsonl",
@@ -306,11 +285,3 @@ def test_the_audit_finds_a_step_with_another_reference(tmp_path: Path) -> None:
     versions = [(1, 0), (2, 2), (1, 0), (2, 2), (3, 0)]  # a resume repeats two steps
     metrics.write_text("".join(f'{{"step": {step}, "reference/version": {version}.0}}\n' for step, version in versions))
     assert audit_references(metrics, config) == ["after step 3 the reference has version 0, not 2"]
-
-
-@pytest.mark.slow  # `make chaos` runs campaigns of this kind
-def test_nothing_is_lost_when_the_server_of_a_reference_is_struck(tmp_path: Path) -> None:
-    report = campaign(SEED, 8, "fake", tmp_path / "chaos", has_reference=True)
-    assert report.is_clean, report.problems
-    assert report.faults == 8 and report.prompts_consumed_once == report.prompts_expected
-    assert {"learner scoring for the reference", "learner refilling the reference"} <= set(report.by_state)

@@ -1,12 +1,9 @@
 """The audit of episodes finds wrong end states and wrong rewards."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from learner.environments.episode import EndState, Episode, EpisodeGroup, EpisodeStats, TokenSequence
-from tests.chaos.__main__ import campaign
 from tests.chaos.episodes import ENDED, Groups, audit_episodes, ends_of
 from tests.chaos.schedule import Player
 from tests.chaos.traps import Event
@@ -84,12 +81,3 @@ def test_the_audit_finds_a_reward_that_an_end_state_forbids_and_a_missing_reward
 ) -> None:
     wrong = audit_episodes(played((end, reward)), [event(1.0, f"{ENDED}{end}", OTHER)], "environment")
     assert f"group 0.0-1: an episode ended as {end} with the reward {reward}" in wrong
-
-
-@pytest.mark.slow  # `make chaos` runs campaigns of this kind
-def test_no_group_is_lost_when_agents_die_or_servers_die_between_their_turns(tmp_path: Path) -> None:
-    report = campaign(5, 8, "fake", tmp_path / "chaos", player="agent")
-    assert report.is_clean, report.problems
-    assert report.faults == 8 and report.prompts_consumed_once == report.prompts_expected
-    assert {"environment: kill", "environment: stop", "environment: hang"} < set(report.by_kind)
-    assert {"finished", "env_error", "deadline"} <= set(report.episode_ends)

@@ -1,4 +1,4 @@
-"""Chaos on several servers: schedule, stops of training, and a small campaign without stops."""
+"""Chaos on several servers: the schedule, and stops of training."""
 
 import signal
 from pathlib import Path
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from tests.chaos.__main__ import campaign
 from tests.chaos.events import Events
 from tests.chaos.outages import Harm, Outage, outages
 from tests.chaos.schedule import STATES, schedule
@@ -90,11 +89,3 @@ def test_only_a_server_that_is_not_up_yet_may_end_by_the_signal_that_drains_it(
     run: Any = SimpleNamespace(read_events=lambda: [up])
     started: Any = SimpleNamespace(number=2, process=SimpleNamespace(started_at=10.0))
     assert (-signal.SIGTERM in ordered_exits(run, started)) is may_be_terminated
-
-
-@pytest.mark.slow  # `make chaos` runs campaigns of this kind
-def test_a_few_faults_on_one_of_three_servers_do_not_stop_training(tmp_path: Path) -> None:
-    report = campaign(197, 3, "fake", tmp_path / "chaos", num_servers=3)  # a pause that hangs, a kill, a drain
-    assert report.is_clean, report.problems
-    assert report.servers == 3 and report.prompts_consumed_once == report.prompts_expected
-    assert report.longest_stop_s is not None and report.longest_stop_s > 0

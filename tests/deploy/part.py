@@ -2,6 +2,7 @@
 
 serve      until a signal comes
 end N      after a moment, with exit code N
+end N NAME some time after the part NAME has ended, with exit code N
 deaf       notes signals and lives on
 Every event is a line of DIRECTORY/events; a start is `NAME VERB`.
 """
@@ -12,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-A_MOMENT_S = 0.3
+A_MOMENT_S, SOME_TIME_S = 0.3, 1.0
 LIFE_S = 60.0
 
 
@@ -38,9 +39,12 @@ def main() -> None:
     note(verb)
     print(f"{name} says hello", flush=True)
     if behavior.startswith("end"):
-        time.sleep(A_MOMENT_S)
+        _, code, *after = behavior.split()
+        while not {f"{name} ended" for name in after} <= set(events.read_text().splitlines()):
+            time.sleep(0.05)
+        time.sleep(SOME_TIME_S if after else A_MOMENT_S)
         note("ended")
-        sys.exit(int(behavior.split()[1]))
+        sys.exit(int(code))
     end_at = time.monotonic() + LIFE_S
     while time.monotonic() < end_at:
         time.sleep(0.05)

@@ -87,6 +87,7 @@ class _Recorded(Simulation):
         prefix = "rollout/completion_length_"
         self.lines.append({
             "step": version + 1, "time": self._env.now, "elapsed_s": self._env.now, "servers/ready": num_servers,
+            "time/step": self._env.now - (self.lines[-1]["elapsed_s"] if self.lines else 0.0),
             "time/wait_for_batch": wait_s, "time/forward_backward": train_s, "time/weight_sync": sums.weight_sync_s,
             "rollout/tokens": sums.tokens,
             "rollout/truncated_frac": sum(length == 256 for length in lengths) / len(lengths),

@@ -83,8 +83,8 @@ def test_the_help_has_a_line_for_each_command_and_that_of_a_command_its_usage_fl
     assert set(COMMANDS) == {*OF_THE_LEARNER, "serve", "colocate", "ray", "plan", "keys"}
     for command, done in zip(COMMANDS, each, strict=True):
         assert done.code == 0 and done.stdout.startswith(f"usage: slipstream {command} "), done.stderr
-        places = [done.stdout.find(head) for head in HEADS] if command in WITH_KEYS else [1]
-        assert places == sorted(places) and places[0] > 0, done.stdout[:3000]
+        offsets = [done.stdout.find(head) for head in HEADS] if command in WITH_KEYS else [1]
+        assert offsets == sorted(offsets) and offsets[0] > 0, done.stdout[:3000]
     assert all("--quiet" in done.stdout and "--json-logs" in done.stdout for done in (whole, *each))
 
 

@@ -11,7 +11,7 @@ import pytest
 from deploy import colocate
 from deploy.arguments import Launch, adapter_flags, evaluation_flags, flags_by_section
 from deploy.colocate import one_sided_note, servers_on_learner_gpu, shared_gpu_note, with_cores, with_gpus
-from deploy.placement import DeployConfig, rank_places, reference_place, server_places
+from deploy.placement import DeployConfig, rank_specs, reference_spec, server_specs
 from learner.config.shared_gpu import ServersOnGpu
 from protocol.errors import ConfigError
 from protocol.hardware import has_gpu
@@ -81,10 +81,10 @@ def test_no_process_beside_the_server_of_a_reference_is_left_without_a_gpu(
         weight_sync={"transport": transport},
     )  # fmt: skip
     config = with_gpus(DeployConfig(reference_model="big", reference_gpus=of_reference), a_server(), learner, gpus)
-    (server,), (rank,) = server_places(config, a_server()), rank_places(config, learner, port=1)
-    reference = reference_place(config, a_server(), learner)
+    (server,), (rank,) = server_specs(config, a_server()), rank_specs(config, learner, port=1)
+    reference = reference_spec(config, a_server(), learner)
     assert reference is not None
-    seen = [place.environment.get("CUDA_VISIBLE_DEVICES") for place in (server, rank, reference)]
+    seen = [spec.environment.get("CUDA_VISIBLE_DEVICES") for spec in (server, rank, reference)]
     assert tuple(seen) == expected
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from deploy.planning.measured import LedgerGroup, MeasuredRun, idle_frac, observed, rates_of, read_run
 from deploy.planning.simulation import simulate
+from learner.report.summary import RunDirectoryError
 from protocol.errors import ConfigError
 from tests.deploy.planned_run import CONSTANT, SPREAD, setup, write_run
 
@@ -25,7 +26,7 @@ TRUE = msgspec.structs.replace(
 )
 SYNCHRONOUS = {"max_staleness": 0}
 OVERLAPPED = {"max_staleness": 2, "weight_sync": {"overlap_with_training": True}}
-MORE_THAN_PLACES = {"max_staleness": 4, "groups_per_step": 16}
+MORE_THAN_SLOTS = {"max_staleness": 4, "groups_per_step": 16}
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def short(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("learner", "servers", "load"), [(SYNCHRONOUS, 2, 32), (OVERLAPPED, 1, 64), (MORE_THAN_PLACES, 2, 64)]
+    ("learner", "servers", "load"), [(SYNCHRONOUS, 2, 32), (OVERLAPPED, 1, 64), (MORE_THAN_SLOTS, 2, 64)]
 )
 def test_rates_are_read_from_the_directory_of_a_run(
     tmp_path: Path, learner: dict[str, Any], servers: int, load: int
@@ -147,7 +148,7 @@ def test_blank_lines_and_a_truncated_last_line_are_skipped_and_others_are_errors
     text = metrics.read_text()
     metrics.write_text("\n" + text.replace("\n", "\n \n\n") + text[:40])
     assert [line["step"] for line in read_run(short).lines] == list(range(1, 10))
-    for broken in (text[:40] + "\n" + text, "[1]\n" + text, '{"step": 1}\n' + text):
+    for broken in (text[:40] + "\n" + text, "[1]\n" + text):
         metrics.write_text(broken)
-        with pytest.raises(ConfigError, match=r"metrics.jsonl, line 1: expected a JSON object with step and elapsed_s"):
+        with pytest.raises(RunDirectoryError, match=r"metrics.jsonl, line 1: expected a JSON object"):
             read_run(short)

@@ -11,9 +11,9 @@ from deploy.arguments import Launch, read_arguments
 from deploy.placement import RayConfig
 from deploy.ray import main
 from deploy.ray_placement import (
+    BundleLocation,
     Commands,
-    Host,
-    Rendezvous,
+    RankRendezvous,
     ServerList,
     bundles,
     check_launch,
@@ -23,14 +23,14 @@ from deploy.ray_placement import (
 )
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
-from learner.servers.membership import Membership
+from learner.servers.membership import EndpointSource
 from protocol.channel.keys import learner_keys, server_keys
 from protocol.config import load_config
 from protocol.errors import ConfigError, DeadlineExceeded
 from tests.deploy.node import SHARED, a_server
 
-NODE_A = [Host(node="a", address="10.0.0.5", ports=(20001, 20002), gpus=(gpu,)) for gpu in "37"]
-NODE_B = Host(node="b", address="fd00::6", ports=(20003, 20004), gpus=("0",))
+NODE_A = [BundleLocation(node="a", address="10.0.0.5", ports=(20001, 20002), gpus=(gpu,)) for gpu in "37"]
+NODE_B = BundleLocation(node="b", address="fd00::6", ports=(20003, 20004), gpus=("0",))
 LEARNER = {"steps": 1, "data": {"task": "reverse"}, "reward": {"functions": ["exact_match"]}}
 
 
@@ -95,9 +95,11 @@ def test_both_sides_accept_their_commands_share_keys_and_meet_through_the_list(t
     assert commands.rank(1, [NODE_A[0], NODE_B], NODE_B, again=False).needed_files == {}, (
         "only rank 0 has the run directory"
     )
-    assert Membership(on_learner.endpoints_from, has_keys=True, insecure=False).endpoints == ("tcp://[fd00::6]:20003",)
+    assert EndpointSource(on_learner.endpoints_from, has_keys=True, insecure=False).endpoints == (
+        "tcp://[fd00::6]:20003",
+    )
     commands.server("server1", NODE_A[0])
-    moved = Membership(on_learner.endpoints_from, has_keys=True, insecure=False).endpoints
+    moved = EndpointSource(on_learner.endpoints_from, has_keys=True, insecure=False).endpoints
     assert moved == ("tcp://10.0.0.5:20001",), "a server that was started again elsewhere replaces its entry"
     assert keys_of(launch) == on_server.keys, "a resume uses the keys that are there"
 
@@ -174,19 +176,19 @@ def test_waits_for_nodes_name_the_key_that_ends_them(tmp_path: Path) -> None:
     with pytest.raises(DeadlineExceeded, match=r"no server has a node after 0.01 s \(deploy.ray.start_timeout_s\)"):
         servers.first(0.01)
     with pytest.raises(DeadlineExceeded, match=r"another rank has no node after 0.01 s"):
-        Rendezvous(2, servers).join(0, NODE_B, 0.01)
+        RankRendezvous(2, servers).join(0, NODE_B, 0.01)
 
 
 def test_all_ranks_of_a_start_get_the_same_server_though_the_list_changes_between_them(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     servers = ServerList(tmp_path)
     servers.put("server1", NODE_B)
-    rendezvous = Rendezvous(2, servers)
+    rendezvous = RankRendezvous(2, servers)
     assert rendezvous.first_server(1.0) == NODE_B
     servers.put("server0", NODE_A[0])
     servers.put("server1", NODE_A[1])
     assert rendezvous.first_server(1.0) == NODE_B
-    assert Rendezvous(2, servers).first_server(1.0) == NODE_A[0], "another start takes the list as it is"
+    assert RankRendezvous(2, servers).first_server(1.0) == NODE_A[0], "another start takes the list as it is"
 
 
 def test_without_ray_the_command_says_how_to_install_it(

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deploy.ray_placement import Host, RemoteCommand
+from deploy.ray_placement import BundleLocation, RemoteCommand
 from deploy.supervisor import start_process
 from protocol.errors import ConfigError
 from tests.waiting import until
@@ -89,11 +89,11 @@ def test_a_process_whose_agent_has_no_node_ends_at_a_signal_and_never_starts(
             @staticmethod
             def remote() -> None: ...
 
-    def wait_for_node(*_: Any, timeout: float) -> Host:
+    def wait_for_node(*_: Any, timeout: float) -> BundleLocation:
         has_node.wait(20)
-        return Host("a", "127.0.0.1", (1, 2), ())
+        return BundleLocation("a", "127.0.0.1", (1, 2), ())
 
-    def prepare(host: Host) -> RemoteCommand:
+    def prepare(host: BundleLocation) -> RemoteCommand:
         prepared.set()
         return command(tmp_path)
 

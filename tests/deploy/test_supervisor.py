@@ -101,10 +101,10 @@ def test_the_end_of_a_server_ends_the_learner_and_then_the_other_servers(tmp_pat
 
 
 def test_after_a_failed_rank_the_others_get_time_and_then_everything_ends(tmp_path: Path) -> None:
-    run = Supervised(tmp_path, {"learner0": ["deaf"], "learner1": ["end 7"]})
+    run = Supervised(tmp_path, {"learner0": ["deaf"], "learner1": ["end 7"], "learner2": ["end 2 learner1"]})
     assert run.end() == 7
-    assert run.later_events[0] == "learner1 ended"
-    assert {"server0 SIGTERM", "server1 SIGTERM"} == set(run.later_events[1:])
+    assert run.later_events[:2] == ["learner1 ended", "learner2 ended"]
+    assert {"server0 SIGTERM", "server1 SIGTERM"} == set(run.later_events[2:])
     assert not run.is_alive("learner0")
 
 

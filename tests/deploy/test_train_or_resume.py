@@ -40,7 +40,8 @@ wait "$!"
 """
 KEY = '\necho "{name} key ${EVALUATION_API_KEY:-}" >> "$STORY.keys"\n'
 COMMANDS = {
-    "slipstream": '\nif [ "${!#}" = --dry-run ]; then echo checked >> "$STORY"; sleep "${CHECK_S:-0}"; '
+    "slipstream": '\nif [ "${!#}" = --dry-run ]; then echo checked >> "$STORY"; '
+    'while [ -n "${CHECK_WAITS:-}" ] && [ ! -e "$STORY.may-end-check" ]; do sleep 0.05; done; '
     'exit "${CHECK:-0}"; fi'
     '\nif [ "$1" = serve ]; then exec inference-server "$@"; else exec learner "$@"; fi\n',
     "learner": KEY + 'mkdir -p "$4" && touch "$4/config.toml"' + WRITE_DOWN + LIVE,
@@ -184,9 +185,10 @@ def test_an_error_in_the_config_ends_several_ranks_once_because_their_launcher_h
 
 
 def test_a_signal_during_the_check_of_the_config_asks_for_another_start(stage: Stage) -> None:
-    with stage.play(SCRIPT, RANKS="4", CHECK_S="1") as script:
+    with stage.play(SCRIPT, RANKS="4", CHECK_WAITS="yes") as script:
         stage.wait_for("checked")
         script.terminate()
+        stage.story_file.with_name("story.may-end-check").touch()
         assert script.wait(TIMEOUT_S) == AGAIN
     assert stage.story() == ["checked"]
 

@@ -34,7 +34,7 @@ def write(out: Path, method: str, dtype: str, kv_cache_dtype: str, models: Seque
     )  # fmt: skip
     worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
     model = worker.model_runner.get_model()
-    places = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    addresses = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     for path in models[1:]:
         tensors = sorted(load_file(path / "model.safetensors").items())
         with set_current_vllm_config(worker.vllm_config):
@@ -43,7 +43,9 @@ def write(out: Path, method: str, dtype: str, kv_cache_dtype: str, models: Seque
                 reload.load(tensors[start : start + TENSORS_PER_BUCKET])
             reload.finish()
     state = model.state_dict()
-    assert places == {name: tensor.data_ptr() for name, tensor in state.items()}, "CUDA graphs would read old tensors"
+    assert addresses == {name: tensor.data_ptr() for name, tensor in state.items()}, (
+        "CUDA graphs would read old tensors"
+    )
     params = SamplingParams(max_tokens=8, temperature=0, prompt_logprobs=0, logprobs=0)
     (output,) = llm.generate([{"prompt_token_ids": TOKENS}], params, use_tqdm=False)
     (sampled,) = output.outputs

@@ -279,7 +279,7 @@ async def test_an_exception_in_a_check_of_groups_and_engine_skips_only_that_chec
     await at.push(2, "next")
 
 
-@pytest.mark.parametrize("call", ["restart", "places"])
+@pytest.mark.parametrize("call", ["restart", "workers"])
 @with_server()
 async def test_an_exception_while_the_engine_restarts_counts_as_another_death(at: Stage, call: str) -> None:
     await at.join_and_push()
@@ -346,7 +346,7 @@ def test_exceptions_at_one_place_are_logged_with_a_traceback_at_most_once_a_minu
     for _ in range(3):
         one()
     with containment.log_unexpected("testing"):
-        raise ValueError("another place")
+        raise ValueError("another line")
     first, other = caplog.records
     assert first.message.startswith("unexpected Boom while testing") and first.exc_info and first.exc_info[0] is Boom
     assert "ValueError" in other.message

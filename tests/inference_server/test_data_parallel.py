@@ -29,7 +29,7 @@ from inference_server.engine.data_parallel import (
     run_replica,
     salt_at,
 )
-from inference_server.engine.interface import WorkerPlace
+from inference_server.engine.interface import WorkerInfo
 from inference_server.engine.processes import NODE_WORKERS, SERVER_PID
 from inference_server.engine.versioned_llm import start_llm
 from inference_server.engine.vllm_args import engine_arguments
@@ -69,8 +69,8 @@ def test_a_worker_gives_its_process_id_on_the_servers_node_alone_and_shares_its_
         parallel = SimpleNamespace(data_parallel_index=0, world_size=2, node_rank=node_rank)
         worker.vllm_config, worker.rank = SimpleNamespace(parallel_config=parallel), node_rank
         worker.device = torch.device("cpu")
-        place = msgspec.msgpack.decode(worker.place(), type=WorkerPlace)
-        assert place.pid == (None if node_rank else os.getpid())
+        info = msgspec.msgpack.decode(worker.info(), type=WorkerInfo)
+        assert info.pid == (None if node_rank else os.getpid())
         monkeypatch.setenv(NODE_WORKERS, str(num_on_node))
         baseline = worker.receiver._new_baseline("a session", manifest)
         assert isinstance(baseline, SharedBaseline) == (num_on_node > 1)

@@ -27,8 +27,8 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.request import Request
 
 from inference_server.engine.interface import EngineFailed
-from inference_server.engine.output import Completions, OutputBuffer, send_in_pieces
-from inference_server.engine.vllm_engine import TOKENS_PER_PIECE, params_of
+from inference_server.engine.output import Completions, OutputBuffer, send_in_chunks
+from inference_server.engine.vllm_engine import TOKENS_PER_CHUNK, params_of
 from protocol.messages import Completion, Sampling
 
 
@@ -133,10 +133,10 @@ def test_vllms_memory_of_a_completion_is_freed_at_its_end_although_siblings_cont
         assert completion.versions == [(3, NUM_TOKENS)]
 
 
-# --- tokens in pieces -------------------------------------------------------------------------------------------------
+# --- tokens in chunks -------------------------------------------------------------------------------------------------
 
 SAMPLING = Sampling(num_completions=3, max_tokens=500)
-LONG = 2 * TOKENS_PER_PIECE + 5
+LONG = 2 * TOKENS_PER_CHUNK + 5
 
 
 @contextmanager
@@ -144,7 +144,7 @@ def changed_engine() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         for name in ("_attach_weight_version", "set_weight_version"):
             monkeypatch.setattr(EngineCore, name, getattr(EngineCore, name))  # restored at the end
-        send_in_pieces()
+        send_in_chunks()
         yield
 
 
@@ -246,7 +246,7 @@ def test_the_engine_sends_the_first_token_then_full_chunks_then_the_rest() -> No
     engine = Engine(front_end)
     for number in range(LONG):
         engine.step([output_of(0, number, FinishReason.STOP if number == LONG - 1 else None)])
-    assert [size for step in sizes(engine.sent()) for size in step] == [1, TOKENS_PER_PIECE, TOKENS_PER_PIECE, 4]
+    assert [size for step in sizes(engine.sent()) for size in step] == [1, TOKENS_PER_CHUNK, TOKENS_PER_CHUNK, 4]
 
 
 @pytest.mark.usefixtures("changed")
@@ -287,19 +287,19 @@ def test_an_output_with_other_fields_is_sent_immediately_with_all_held_tokens(fi
     """Covers every other field, including those of a later vLLM."""
     front_end = FrontEnd(params_of(SAMPLING, set()))
     engine = Engine(front_end)
-    pieces = OutputBuffer(engine.requests)
+    buffer = OutputBuffer(engine.requests)
     for number in range(3):
-        pieces.take([output_of(0, number)])
+        buffer.take([output_of(0, number)])
     output, more = output_of(0, 3), np.array([1, 2])
     setattr(output, field, more)
-    (due,) = pieces.take([output])
+    (due,) = buffer.take([output])
     assert due is output and due.new_token_ids == [1, 2, 3] and getattr(due, field) is more
-    assert pieces.take([output_of(0, 4)]) == []
+    assert buffer.take([output_of(0, 4)]) == []
 
 
 def test_held_logprobs_are_joined_although_requests_of_some_steps_want_more() -> None:
     """vLLM's rows are as wide as the most logprobs that a request of the step wants."""
-    pieces = OutputBuffer(Engine(FrontEnd(params_of(SAMPLING, set()))).requests)
+    buffer = OutputBuffer(Engine(FrontEnd(params_of(SAMPLING, set()))).requests)
     for number, width in enumerate((1, 1, 3, 2)):
         output = output_of(0, number, FinishReason.STOP if number == 3 else None)
         more = np.zeros((1, width - 1))
@@ -308,7 +308,7 @@ def test_held_logprobs_are_joined_although_requests_of_some_steps_want_more() ->
         output.new_logprobs = LogprobsLists(
             np.hstack([token_ids, more.astype(np.int32)]), np.hstack([logprobs, more.astype(np.float32)]), ranks
         )
-        sent = pieces.take([output])
+        sent = buffer.take([output])
     (last,) = sent
     assert last.new_token_ids == [1, 2, 3] and last.new_logprobs is not None
     token_ids, logprobs, ranks, _ = last.new_logprobs
@@ -321,13 +321,13 @@ def rows_of(*numbers: int) -> np.ndarray:
 
 
 def test_held_tokens_keep_their_routed_experts_in_order() -> None:
-    pieces = OutputBuffer(Engine(FrontEnd(params_of(SAMPLING, set()))).requests)
+    buffer = OutputBuffer(Engine(FrontEnd(params_of(SAMPLING, set()))).requests)
     sent = []
     for number in range(LONG):
         output = output_of(0, number)
         output.routed_experts = rows_of(number)
-        sent += pieces.take([output])
-    assert len(sent) == 1 + LONG // TOKENS_PER_PIECE
+        sent += buffer.take([output])
+    assert len(sent) == 1 + LONG // TOKENS_PER_CHUNK
     np.testing.assert_array_equal(
         np.concatenate([one.routed_experts for one in sent]), rows_of(*range(len(sent) * 32 - 31))
     )
@@ -351,10 +351,10 @@ def test_a_prompts_routed_experts_are_kept_once_and_a_missing_row_fails_the_grou
 def test_nothing_is_kept_of_an_aborted_request() -> None:
     front_end = FrontEnd(params_of(SAMPLING, set()))
     engine = Engine(front_end)
-    pieces = OutputBuffer(engine.requests)
+    buffer = OutputBuffer(engine.requests)
     for number in range(3):
-        pieces.take([output_of(0, number), output_of(1, number)])
+        buffer.take([output_of(0, number), output_of(1, number)])
     del engine.requests["0_r"], engine.requests["2_r"]
-    assert [output.request_id for of_client in pieces.take_all().values() for output in of_client.outputs] == ["1_r"]
-    pieces.take([output_of(1, 3)])
-    assert list(pieces._held) == ["1_r"]
+    assert [output.request_id for of_client in buffer.take_all().values() for output in of_client.outputs] == ["1_r"]
+    buffer.take([output_of(1, 3)])
+    assert list(buffer._held) == ["1_r"]

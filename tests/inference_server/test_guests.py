@@ -22,7 +22,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from inference_server.config import ServerConfig, ServerRun
-from inference_server.engine.guests import FIRST_OF_GUESTS, IN_RESERVED_PLACE, SCORES, scheduler_with_guests
+from inference_server.engine.guests import FIRST_OF_GUESTS, RESERVED_SLOT, SCORES, scheduler_with_guests
 from inference_server.engine.vllm_args import engine_arguments
 from tests.inference_server import tiny_gpt2
 
@@ -86,8 +86,8 @@ class Engine:
 
     def _sample(self, step: Any) -> None:
         ids = [*step.num_scheduled_tokens]
-        places = {request_id: place for place, request_id in enumerate(ids)}
-        self.scheduler.update_from_output(step, ModelRunnerOutput(ids, places, [[7]] * len(ids)))
+        index_of = {request_id: i for i, request_id in enumerate(ids)}
+        self.scheduler.update_from_output(step, ModelRunnerOutput(ids, index_of, [[7]] * len(ids)))
 
     def cancel(self, request: Request) -> None:
         self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
@@ -224,8 +224,8 @@ def test_a_recomputing_pause_returns_every_slot_and_guests_keep_their_priority(
     engine.step()
     groups, guests = engine.groups(9, num_tokens=30), [first, *engine.guests(4, num_tokens=30)]
     engine.step(3)
-    assert [guest.priority for guest in guests].count(IN_RESERVED_PLACE) == NUM_RESERVED
-    assert first.priority == IN_RESERVED_PLACE
+    assert [guest.priority for guest in guests].count(RESERVED_SLOT) == NUM_RESERVED
+    assert first.priority == RESERVED_SLOT
     engine.scheduler.reset_prefix_cache(reset_running_requests=True)
     assert [guest.priority for guest in guests] == [FIRST_OF_GUESTS + 3] + [FIRST_OF_GUESTS] * 4
     engine.step(3)
@@ -275,10 +275,10 @@ def test_slots_are_reserved_only_with_http() -> None:
     assert (made.max_num_seqs, made.max_num_active_seqs, made.scheduler_cls) == (256, None, None)
 
 
-@pytest.mark.parametrize("num_places", [1986, 2048, 5000])
-def test_more_sequences_than_the_default_tokens_per_step_are_served(vllm_config: VllmConfig, num_places: int) -> None:
-    server = ServerConfig(max_concurrent_sequences=num_places, block_size=BLOCK, kv_cache_memory_mib=8)
+@pytest.mark.parametrize("num_slots", [1986, 2048, 5000])
+def test_more_sequences_than_the_default_tokens_per_step_are_served(vllm_config: VllmConfig, num_slots: int) -> None:
+    server = ServerConfig(max_concurrent_sequences=num_slots, block_size=BLOCK, kv_cache_memory_mib=8)
     path = Path(vllm_config.model_config.model)
     made = engine_arguments(ServerRun(model=str(path), run_dir="r", server=server), path).create_engine_config()
-    assert made.scheduler_config.max_num_seqs == num_places + num_places // 32
-    assert made.scheduler_config.max_num_batched_tokens == max(2048, num_places + num_places // 32)
+    assert made.scheduler_config.max_num_seqs == num_slots + num_slots // 32
+    assert made.scheduler_config.max_num_batched_tokens == max(2048, num_slots + num_slots // 32)

@@ -29,7 +29,7 @@ from tests.inference_server.scripted_learner import ScriptedLearner
 from tests.learner.environments.games import playing_run
 from tests.learner.ledgers import consumed_groups
 from tests.learner.runs import metrics_of
-from tests.zoo.families import make_model
+from tests.zoo.families import make_model, make_near_ties
 
 pytestmark = pytest.mark.system
 
@@ -39,17 +39,8 @@ BLOCK = 32
 FLAGS = ("--server.dtype", "bfloat16", "--server.cpu-cores", "0")
 
 
-def make_near_ties(family: str, path: Path) -> None:
-    """Save a model whose routers give the experts nearly the same scores, and whose experts differ a lot."""
-    model = make_model(family)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "router." in name or "gate.weight" in name:
-                mean = parameter.mean(0, keepdim=True)
-                parameter.copy_(mean + 0.02 * (parameter - mean))
-            if ".experts." in name:
-                parameter.mul_(3)
-    model.save_pretrained(path)
+def save_near_ties(family: str, path: Path) -> None:
+    make_near_ties(make_model(family)).save_pretrained(path)
     AutoTokenizer.from_pretrained(resolve_model("tiny:digits")).save_pretrained(path)
 
 
@@ -102,7 +93,7 @@ def test_replay_closes_the_gap_also_for_prompts_from_the_prefix_cache_and_for_la
         assert (await learner.group("0.3", PROMPT, **sampling)).prompt_experts is None
 
     path = tmp_path / "near ties"
-    make_near_ties(family, path)
+    save_near_ties(family, path)
     for server in running_server(
         tmp_path, "--server.return-routed-experts", "true", *FLAGS, model=path, is_forked=True
     ):
@@ -117,7 +108,7 @@ def test_a_run_of_episodes_over_weight_syncs_replays_every_token(
 ) -> None:
     monkeypatch.setattr(Ledger, "forget_payloads", lambda ledger, step: None)
     path = tmp_path / "near ties"
-    make_near_ties("mixtral", path)
+    save_near_ties("mixtral", path)
     flags = ("--server.return-routed-experts", "true", "--server.kv-cache-on-weight-sync", kv_cache)
     for server in running_server(tmp_path, *flags, *FLAGS, model=path, is_forked=True):
         run = playing_run(

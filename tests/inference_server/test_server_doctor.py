@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from inference_server.config import ServerRun
-from inference_server.doctor import examine, resources, transports, vllm_names
+from inference_server.doctor import check_resources, check_transports, check_vllm_names, examine
 from inference_server.engine.installed_vllm import installed_at
 from inference_server.engine.vllm_names import all_names
 from inference_server.preparation import needed_bytes
@@ -31,7 +31,7 @@ HTTP_OFF = ("--server.http-port", "0")
 @pytest.fixture(autouse=True)
 def without_a_look_at_vllms_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the check of vLLM's names, which takes half a second; a separate test covers it."""
-    monkeypatch.setattr("inference_server.doctor.vllm_names", lambda: ok("vllm", "not looked at"))
+    monkeypatch.setattr("inference_server.doctor.check_vllm_names", lambda: ok("vllm", "not looked at"))
 
 
 def problems(*flags: str, recipe: str = RECIPE) -> dict[str, str]:
@@ -86,7 +86,7 @@ def test_an_unfitting_address_or_model_is_reported(
 
 def test_what_is_quantized_is_reported() -> None:
     flags = ["--server.quantization", "int8_per_channel_weight_only", "--server.kv-cache-dtype", "fp8"]
-    found = resources(load_config(ServerRun, [str(ROOT / RECIPE), *flags], "test"))
+    found = check_resources(load_config(ServerRun, [str(ROOT / RECIPE), *flags], "test"))
     (finding,) = (one for one in found if one.subject == "quantization")
     assert finding.verdict == "ok" and finding.text.startswith("int8_per_channel_weight_only weights and fp8 KV cache;")
 
@@ -120,7 +120,7 @@ def test_a_model_that_is_not_downloaded_has_an_unknown_size(tmp_path: Path, monk
     monkeypatch.setattr("inference_server.doctor.local_model", lambda model: None)
     monkeypatch.setenv("SLIPSTREAM_HOME", str(tmp_path))
     run = load_config(ServerRun, [str(ROOT / RECIPE), "--endpoint", free_endpoint(), *HTTP_OFF], "test")
-    (disk,) = [found for found in resources(run) if found.subject == "disk"]
+    (disk,) = [found for found in check_resources(run) if found.subject == "disk"]
     assert disk.verdict == "unknown" and "0.0 GiB" not in disk.text
     assert disk.text.startswith("the size of the download is unknown; ") and f"are free in {tmp_path}" in disk.text
 
@@ -186,7 +186,7 @@ def of_nccl(monkeypatch: pytest.MonkeyPatch, *flags: str, num_gpus: int = 2, rea
     monkeypatch.setattr("inference_server.doctor.gpu_memory_bytes", lambda: (70 << 30, 80 << 30) if num_gpus else None)
     see_gpus(monkeypatch, num_gpus)
     monkeypatch.setattr("protocol.transports.nccl.why_not_installed", lambda: reason)
-    return next(transports(load_config(ServerRun, [str(ROOT / RECIPE), *flags], "test")), None)
+    return next(check_transports(load_config(ServerRun, [str(ROOT / RECIPE), *flags], "test")), None)
 
 
 REMOTE = ("--endpoint", "tcp://10.0.0.5:5757", "--insecure")
@@ -207,17 +207,17 @@ def test_nccl_is_not_required_where_it_would_not_be_used(monkeypatch: pytest.Mon
     assert of_nccl(monkeypatch, *REMOTE, num_gpus=0, reason=NO_CUPY) is None
     config = tmp_path / "run.toml"
     config.write_text('model = "tiny:digits"\nrun_dir = "r"\n[learner.weight_sync]\ntransport = "tcp"\n')
-    assert not list(transports(load_config(ServerRun, [str(config)], "test")))
+    assert not list(check_transports(load_config(ServerRun, [str(config)], "test")))
 
 
 def test_vllms_names_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if installed_at() is not None:
-        found = vllm_names()
+        found = check_vllm_names()
         assert found.verdict == "ok" and f"has all {len([*all_names()])} names" in found.text
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm/__init__.py").touch()
     monkeypatch.setattr("inference_server.engine.installed_vllm.installed_at", lambda: tmp_path)
-    found = vllm_names()
+    found = check_vllm_names()
     assert found.verdict == "problem" and "is not supported by this server" in found.text
     assert found.remedy.startswith("install a supported version: ")
 

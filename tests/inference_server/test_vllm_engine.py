@@ -141,7 +141,7 @@ def test_a_worker_ends_with_its_server_and_a_cpu_worker_is_trimmed_and_keeps_see
     monkeypatch: pytest.MonkeyPatch, on_cpu: bool
 ) -> None:
     changes = [
-        "processes.end_with_server", "adapter_loader.adapt_linear_layers_only", "output.send_in_pieces",
+        "processes.end_with_server", "adapter_loader.adapt_linear_layers_only", "output.send_in_chunks",
         "memory.keep_trimmed", "cpu_seeds.keep_seeds_of_chunked_prompts",
     ]  # fmt: skip
     made: list[str] = []

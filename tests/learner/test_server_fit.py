@@ -37,10 +37,10 @@ def test_lengths_beyond_the_servers_limit_are_rejected_with_the_numbers(
     server: Any = SimpleNamespace(endpoint="tcp://a:1", welcome=welcome)
     run_inputs = RunInputs(make_run(tmp_path, server.endpoint, **learner))
     if error is None:
-        check_fits(run_inputs, server)
+        check_fits(run_inputs, server, is_quantized=None)
     else:
         with pytest.raises(error, match=expected):
-            check_fits(run_inputs, server)
+            check_fits(run_inputs, server, is_quantized=None)
 
 
 MIXTRAL = RoutingShape(num_layers=32, num_experts=8, num_per_token=2)

@@ -1,17 +1,20 @@
 """The channel over real sockets: delivery, malformed peers, lost peers."""
 
 import asyncio
+import errno
 import itertools
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 
+from protocol.channel.keys import learner_keys, make_keys, server_keys
 from protocol.channel.loop_socket import MAX_TURN_S, LoopSocket
 from protocol.channel.sockets import LearnerChannel, ServerChannel
 from protocol.errors import ConfigError, DeadlineExceeded
@@ -54,6 +57,40 @@ async def test_a_frame_above_the_limit_closes_the_connection_of_its_sender(monke
         await learner.send(Ack(group_ids=["mine"]), TIMEOUT_S)
         _, message = await server.receive()
         assert isinstance(message, Ack) and message.group_ids == ["mine"]
+
+
+class FailingFolder:
+    """Folder of keys that can be read once. Later, it or its file cannot, as on a network file system."""
+
+    def __init__(self, folder: Path, error: OSError, *, lists_its_files: bool) -> None:
+        self._folder, self._error, self._lists_its_files = folder, error, lists_its_files
+        self._num_read = 0
+
+    def glob(self, pattern: str) -> Iterable[object]:
+        self._num_read += 1
+        if self._num_read == 1:
+            return self._folder.glob(pattern)
+        if self._lists_its_files:
+            return [self]
+        raise self._error
+
+    def read_text(self, encoding: str) -> str:
+        raise self._error
+
+
+@pytest.mark.parametrize("lists_its_files", [False, True])
+@in_event_loop
+async def test_a_learner_is_admitted_while_the_keys_cannot_be_read(tmp_path: Path, lists_its_files: bool) -> None:
+    make_keys(tmp_path / "keys")
+    keys, of_learner = server_keys(str(tmp_path / "keys")), learner_keys(str(tmp_path / "keys"))
+    folder = FailingFolder(keys.allowed_in, OSError(errno.ESTALE, "Stale file handle"), lists_its_files=lists_its_files)
+    keys = msgspec.structs.replace(keys, allowed_in=folder)
+    with closing(ServerChannel("tcp://127.0.0.1:*", keys)) as server:
+        for _ in range(2):
+            with closing(LearnerChannel(server.endpoint, of_learner)) as learner:
+                await learner.send(Ack(group_ids=["mine"]), 5.0)
+                _, message = await server.receive()
+                assert isinstance(message, Ack)
 
 
 @in_event_loop

@@ -1,5 +1,7 @@
 """The codec round-trips every message and rejects everything else."""
 
+import time
+
 import msgspec
 import numpy as np
 import pytest
@@ -114,6 +116,7 @@ def test_frames_that_contradict_the_header_are_rejected_and_the_next_are_decoded
 TOKEN_IDS = [
     [1, "int32", 3], [-1, "int32", 3], ["0", "int32", 3], [0, "int32", 3.0], [0, "int32"], "012", None,
     [0, "int32", [3, 1]], [0, "int32", [-3]], [0, "int32", [-1, -3]], [0, "int32", []], [0, "int32", [2, 2]],
+    [0, "int32", 2**64 - 1], [0, "int32", [3, 1, 1, 1]],
 ]  # fmt: skip
 
 
@@ -154,6 +157,14 @@ TENSOR = {"name": "w", "shape": [2], "dtype": "float32"}
 def test_an_unusable_value_is_rejected(wrong: dict) -> None:
     with pytest.raises(ProtocolError, match="not a valid message"):
         decode([msgspec.msgpack.encode(wrong), b""][: 1 + ("token_ids" in wrong)], LearnerMessage)
+
+
+def test_an_announced_shape_is_not_multiplied_if_it_has_too_many_dimensions() -> None:
+    header = SCORE | {"token_ids": [0, "int32", [2**63] * 50_000]}
+    started = time.process_time()
+    with pytest.raises(ProtocolError, match="no frame fits"):
+        decode([msgspec.msgpack.encode(header), b""], LearnerMessage)
+    assert time.process_time() - started < 1.0
 
 
 def test_a_message_nested_deeper_than_the_decoders_stack_is_rejected() -> None:

@@ -74,15 +74,29 @@ def set_limits(monkeypatch: pytest.MonkeyPatch, **limits: int) -> None:
         monkeypatch.setattr(f"protocol.channel.sockets.{name}", value)
 
 
+@pytest.mark.parametrize("is_admitted", [False, True])
 @in_event_loop
-async def test_an_endless_message_closes_the_connection_of_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_limits(monkeypatch, MAX_UNFINISHED_BYTES=LIMIT_BYTES)
-    with closing(ServerChannel("tcp://127.0.0.1:*")) as server, closing(LearnerChannel(server.endpoint)) as learner:
+async def test_an_endless_message_closes_the_connection_of_its_sender(
+    monkeypatch: pytest.MonkeyPatch, is_admitted: bool
+) -> None:
+    set_limits(
+        monkeypatch,
+        MAX_UNFINISHED_BYTES=LIMIT_BYTES if is_admitted else MOST_BYTES,
+        MAX_STRANGER_UNFINISHED_BYTES=MIB if is_admitted else LIMIT_BYTES,
+    )
+    with (
+        closing(ServerChannel("tcp://127.0.0.1:*")) as server,
+        closing(LearnerChannel(server.endpoint)) as learner,
+        greet(server.endpoint) as connection,
+    ):
+        connection.sendall(frame(b"".join(encode(Ack(group_ids=[])))))
+        sender, _ = await server.receive()
+        server.admit(sender if is_admitted else None)
         num_bytes = 0
 
         def send_without_end() -> None:
             nonlocal num_bytes
-            with greet(server.endpoint) as connection, contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):
                 while num_bytes < MOST_BYTES:
                     connection.sendall(frame(bytes(MIB), more=True))
                     num_bytes += MIB
@@ -93,6 +107,21 @@ async def test_an_endless_message_closes_the_connection_of_its_sender(monkeypatc
             await asyncio.sleep(0.01)
             server.poll_connections()
         assert LIMIT_BYTES < num_bytes < MOST_BYTES
+
+
+@in_event_loop
+async def test_a_message_of_countless_empty_frames_closes_the_connection_of_its_sender() -> None:
+    with closing(ServerChannel("tcp://127.0.0.1:*")) as server, closing(LearnerChannel(server.endpoint)) as learner:
+        with greet(server.endpoint) as connection:
+            connection.sendall(b"\1\0" * 100_000 + b"\0\0")
+            receiving = asyncio.create_task(server.receive())
+            with contextlib.suppress(ConnectionResetError):
+                while await asyncio.to_thread(connection.recv, 4096):
+                    pass
+        await learner.send(Ack(group_ids=["mine"]), TIMEOUT_S)
+        _, message = await receiving
+        assert isinstance(message, Ack) and message.group_ids == ["mine"]
+        assert server.num_shut_out == 1
 
 
 @pytest.mark.parametrize(
@@ -199,7 +228,7 @@ async def test_a_late_check_disconnects_no_peer_that_was_stopped_too(monkeypatch
 
 @in_event_loop
 async def test_consecutive_long_messages_are_not_an_endless_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_limits(monkeypatch, MAX_UNFINISHED_BYTES=3 * MIB, MAX_BYTES_PER_S=1 << 40)
+    set_limits(monkeypatch, MAX_STRANGER_UNFINISHED_BYTES=3 * MIB, MAX_BYTES_PER_S=1 << 40)
     with closing(ServerChannel("tcp://127.0.0.1:*")) as server, closing(LearnerChannel(server.endpoint)) as learner:
         for _ in range(20):
             await learner.send(Ack(group_ids=["x" * MIB]), TIMEOUT_S)

@@ -128,6 +128,20 @@ async def test_several_tasks_can_receive_and_one_can_be_cancelled(pair: Pair) ->
 
 
 @in_event_loop
+async def test_a_message_of_too_many_frames_is_cut_short_and_the_next_one_is_whole(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pair.ours, "_max_frames", 3)
+    monkeypatch.setattr("protocol.channel.loop_socket.MAX_TURN_S", 0.0)
+    theirs = await connected(pair)
+    receiving = [await begun(received(pair.ours)) for _ in range(3)]
+    theirs.send_multipart([b"%d" % number for number in range(1000)])
+    theirs.send_multipart([b"a", b"b", b"c"])
+    theirs.send(b"d")
+    assert sorted(await asyncio.gather(*receiving)) == [[b"0", b"1", b"2"], [b"a", b"b", b"c"], [b"d"]]
+
+
+@in_event_loop
 async def test_unread_messages_do_not_keep_the_event_loop_busy(pair: Pair) -> None:
     theirs = await connected(pair)
     (await begun(received(pair.ours))).cancel()  # from now on the loop watches the socket

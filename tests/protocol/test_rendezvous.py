@@ -41,6 +41,7 @@ def test_a_rank_that_waits_goes_on_when_the_last_key_is_set() -> None:
         waiting = threading.Thread(target=SessionStore("s1", remote, TIMEOUT_S).wait, args=(["a", "b"],))
         waiting.start()
         store.set("b", b"")
+        waiting.join(0.3)
         assert waiting.is_alive()
         store.set("a", b"")
         waiting.join(TIMEOUT_S)

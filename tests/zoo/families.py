@@ -73,6 +73,18 @@ def make_model(family: str, seed: int = 0) -> PreTrainedModel:
     return model
 
 
+def make_near_ties(model: PreTrainedModel) -> PreTrainedModel:
+    """Give the experts of each router nearly the same scores, and let a wrong choice matter."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "router." in name or "gate.weight" in name:
+                mean = parameter.mean(0, keepdim=True)
+                parameter.copy_(mean + 0.02 * (parameter - mean))
+            if ".experts." in name:
+                parameter.mul_(3)
+    return model
+
+
 def save_model(family: str, path: Path) -> None:
     """Save a model as a checkpoint that the config key `model` accepts."""
     make_model(family).save_pretrained(path)

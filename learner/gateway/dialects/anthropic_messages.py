@@ -104,14 +104,14 @@ def _read(message: dict[str, Any], where: str) -> Iterator[tuple[str, Message]]:
     else:
         texts: list[Block] = []
         for number, block in enumerate(content):
-            place = f"{where}.content[{number}]"
-            kind = _kind_of(block, place, ("text", "tool_result"))
+            path = f"{where}.content[{number}]"
+            kind = _kind_of(block, path, ("text", "tool_result"))
             if kind == "tool_result":
                 if texts:
                     yield where, {"role": message.get("role"), "content": texts}
                     texts = []
-                result = text_of(block.get("content"), place, "messages")
-                yield place, {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
+                result = text_of(block.get("content"), path, "messages")
+                yield path, {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
             else:
                 texts.append(block)
         if texts or not content:
@@ -121,12 +121,12 @@ def _read(message: dict[str, Any], where: str) -> Iterator[tuple[str, Message]]:
 def _assistant(blocks: list[Block], where: str) -> Message:
     message: Message = {"role": "assistant", "content": "", REASONING: "", "tool_calls": []}
     for number, block in enumerate(blocks):
-        place = f"{where}.content[{number}]"
-        match _kind_of(block, place, ("text", "thinking", "tool_use")):
+        path = f"{where}.content[{number}]"
+        match _kind_of(block, path, ("text", "thinking", "tool_use")):
             case "text":
-                message["content"] += text_of([block], place, "messages")
+                message["content"] += text_of([block], path, "messages")
             case "thinking":
-                message[REASONING] += text_of({"text": block.get("thinking")}, place, "messages")
+                message[REASONING] += text_of({"text": block.get("thinking")}, path, "messages")
             case _:
                 function = {"name": block.get("name"), "arguments": block.get("input") or {}}
                 message["tool_calls"].append({"id": block.get("id"), "function": function})

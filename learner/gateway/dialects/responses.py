@@ -84,7 +84,7 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _messages_of(body: ResponsesBody) -> list[tuple[str, Message]]:
-    """Return the messages of the items, each with the place of its first item."""
+    """Return the messages of the items, each with the path of its first item."""
     named: list[tuple[str, Message]] = []
     if body.instructions:
         named.append(("instructions", {"role": "system", "content": body.instructions}))

@@ -123,11 +123,11 @@ def last_box(text: str) -> str | None:
     if not begins:
         return None
     depth = 1
-    for place in range(begins[-1], len(text)):
-        is_escaped = place > 0 and text[place - 1] == "\\"
-        depth += 0 if is_escaped else {"{": 1, "}": -1}.get(text[place], 0)
+    for i in range(begins[-1], len(text)):
+        is_escaped = i > 0 and text[i - 1] == "\\"
+        depth += 0 if is_escaped else {"{": 1, "}": -1}.get(text[i], 0)
         if depth == 0:
-            return text[begins[-1] : place]
+            return text[begins[-1] : i]
     return ""
 
 

@@ -68,11 +68,11 @@ async def judge(
 
 def filled(template: str, prompt: Any, completion: str, gold: Any) -> str:
     """Fill in the judge prompt. Placeholders in the inserted texts stay as they are."""
-    parts = {"prompt": _as_text(prompt), "completion": completion, "answer": "\n".join(golds_of(gold))}
+    parts = {"prompt": _prompt_text(prompt), "completion": completion, "answer": "\n".join(golds_of(gold))}
     return re.sub(r"\{(prompt|completion|answer)\}", lambda match: parts[match[1]], template)
 
 
-def _as_text(prompt: Any) -> str:
+def _prompt_text(prompt: Any) -> str:
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(f"{message['role']}: {completion_text([message | {'role': 'assistant'}])}" for message in prompt)

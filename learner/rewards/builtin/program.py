@@ -80,8 +80,8 @@ def passes_tests(
     """
     deadline, num_late = time.monotonic() + SHARED_OUT * timeout_s, 0
     rewards: list[float | None] = []
-    for place, (completion, column) in enumerate(zip(completions, tests, strict=True)):
-        give_up_at = time.monotonic() + (deadline - time.monotonic()) / (len(completions) - place)
+    for i, (completion, column) in enumerate(zip(completions, tests, strict=True)):
+        give_up_at = time.monotonic() + (deadline - time.monotonic()) / (len(completions) - i)
         checks = checks_of(column)
         code = code_of(answer_of(completion, opens_reasoning=opens_reasoning))
         try:

@@ -152,18 +152,18 @@ def enter(root: str) -> None:
     os.environ |= {"HOME": FOLDER, "TMPDIR": FOLDER}
 
 
-def show(path: str, place: str) -> None:
-    if not os.path.exists(path) or os.path.lexists(place):
+def show(path: str, target: str) -> None:
+    if not os.path.exists(path) or os.path.lexists(target):
         return
-    os.makedirs(os.path.dirname(place), exist_ok=True)
+    os.makedirs(os.path.dirname(target), exist_ok=True)
     if os.path.islink(path):
-        os.symlink(os.readlink(path), place)
+        os.symlink(os.readlink(path), target)
         return
     if os.path.isdir(path):
-        os.mkdir(place)
+        os.mkdir(target)
     else:
-        os.close(os.open(place, os.O_CREAT | os.O_WRONLY))
-    called("mount", path.encode(), place.encode(), None, BIND | RECURSIVE, None)
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY))
+    called("mount", path.encode(), target.encode(), None, BIND | RECURSIVE, None)
 
 
 def limit(max_memory_mib: int, timeout_s: float, *, is_confined: bool) -> None:

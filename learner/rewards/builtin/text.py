@@ -76,7 +76,7 @@ def multiple_choice(
 def share_right(
     completions: Sequence[Any], answer: Sequence[Any], opens_reasoning: bool = False, **kwargs: Any
 ) -> list[float | None]:
-    """Return the share of the `answer` column's characters that are in their places.
+    """Return the share of the `answer` column's characters that are in their positions.
 
     The end counts as one more character. Otherwise a model with every character right hardly has a reason to
     stop.

@@ -12,7 +12,7 @@ import torch
 from learner.algorithm.advantages import StepRewards
 from learner.algorithm.loss import LossInputs, policy_loss
 from learner.algorithm.objectives import Tokens
-from learner.algorithm.plug_in import advantages_of, check_plug_ins, objective_of
+from learner.algorithm.plug_in import advantages_of, check_plug_ins, digest_of_plug_ins, has_ratio, objective_of
 from learner.config import AdvantageConfig, KlConfig, LearnerConfig, LearnerRun, LossConfig, OffPolicyCorrectionConfig
 from learner.storage.run_dir import open_run_dir
 from protocol.config import load_config
@@ -191,6 +191,43 @@ def test_a_run_with_both_starts_and_resumes(tmp_path: Path) -> None:
     for resume in (False, True):
         with closing(open_run_dir(run, resume=resume)) as run_dir:
             run_dir.begin()
+
+
+PARTIAL_AND_OBJECT = """
+from functools import partial
+
+import torch
+
+
+def scaled(tokens, config, scale):
+    loss_BT = -scale * config.parameters["width"] * tokens.advantages_BT * tokens.log_ratio_BT
+    return loss_BT, torch.zeros_like(tokens.mask_BT)
+
+
+scaled.parameters, scaled.has_ratio = {"width": 0.5}, False
+
+
+class Advantages:
+    def __call__(self, rewards):
+        return [[reward or 0.0 for reward in rewards_G] for rewards_G in rewards.rewards_P_G]
+
+
+doubled, advantages = partial(scaled, scale=2.0), Advantages()
+"""
+
+
+def test_a_partial_and_a_callable_object_are_functions_with_declarations_and_a_file(tmp_path: Path) -> None:
+    objective, advantages = (
+        spec(tmp_path, PARTIAL_AND_OBJECT, "doubled"),
+        spec(tmp_path, PARTIAL_AND_OBJECT, "advantages"),
+    )
+    config = config_of(tmp_path, "--learner.loss.objective", objective, "--learner.advantage.function", advantages)
+    check_plug_ins(config)
+    loss_BT, _ = objective_of(objective)(TOKENS, LossConfig(objective=objective))
+    assert torch.equal(loss_BT, -TOKENS.advantages_BT * TOKENS.log_ratio_BT) and not has_ratio(objective)
+    before = digest_of_plug_ins(config)
+    spec(tmp_path, f"{PARTIAL_AND_OBJECT}# edited")
+    assert digest_of_plug_ins(config) != before
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 
 from learner.config import LearnerRun, WeightSyncConfig
 from learner.doctor import doctor, reach
-from learner.doctor.doctor import examine, transport
+from learner.doctor.doctor import check_transport, examine
 from protocol.channel.keys import make_keys, server_keys
 from protocol.config import load_config
 from protocol.doctor import Finding, disk_finding, package_version
@@ -211,7 +211,7 @@ def test_missing_keys_on_one_side_are_reported(tmp_path: Path) -> None:
 
 def test_a_trial_that_fails_at_the_server_is_reported_in_one_line(tmp_path: Path) -> None:
     result = TrialResult(trial_id="t", error="cannot reach the learner's\nrendezvous\x1b[31m")
-    found = asyncio.run(doctor.bandwidth(run_at(NOBODY, tmp_path), FixedReplies(result)))  # type: ignore[arg-type]
+    found = asyncio.run(doctor.check_bandwidth(run_at(NOBODY, tmp_path), FixedReplies(result)))  # type: ignore[arg-type]
     assert found.text == "weights cannot be sent: cannot reach the learner's rendezvous [31m"
     assert found.remedy.endswith("(learner.weight_sync.ports, learner.weight_sync.advertise) in the firewalls")
 
@@ -219,25 +219,26 @@ def test_a_trial_that_fails_at_the_server_is_reported_in_one_line(tmp_path: Path
 def test_differences_between_server_and_learner_are_problems(tmp_path: Path) -> None:
     run = run_at(NOBODY, tmp_path)
     for found, expected in (
-        (doctor.dtype(run, "float16"), "float16 at the server, float32 here; set server.dtype"),
-        (doctor.versions(info(package_version="0.0.7")), "slipstream-rl 0.0.7 (protocol"),
-        (doctor.versions(info(protocol_version=99)), "(protocol 99) at the server"),
-        (doctor.model(MODEL, "tiny:digits"), f"vocab_size {MODEL.vocab_size} at the server, {TINY.vocab_size} here"),
-        (doctor.clock(600.0, 0.1), "600.0 s ahead of this machine's; synchronize both with NTP"),
-        (doctor.clock(-600.0, 0.1), "600.0 s behind this machine's"),
+        (doctor.check_dtype(run, "float16"), "float16 at the server, float32 here; set server.dtype"),
+        (doctor.check_versions(info(package_version="0.0.7")), "slipstream-rl 0.0.7 (protocol"),
+        (doctor.check_versions(info(protocol_version=99)), "(protocol 99) at the server"),
+        (doctor.check_model(MODEL, "tiny:digits"), f"vocab_size {MODEL.vocab_size} at the server, {TINY.vocab_size}"),
+        (doctor.check_clock(600.0, 0.1), "600.0 s ahead of this machine's; synchronize both with NTP"),
+        (doctor.check_clock(-600.0, 0.1), "600.0 s behind this machine's"),
     ):
         assert found.verdict == "problem" and expected in str(found)
     larger = msgspec.structs.replace(TINY, architecture="Larger", size="9 layers of width 9", vocab_size=32)
-    assert doctor.model(larger, "tiny:digits").verdict == "problem"
-    teacher = doctor.model(larger, "tiny:digits", only_scores=True)
+    assert doctor.check_model(larger, "tiny:digits").verdict == "problem"
+    teacher = doctor.check_model(larger, "tiny:digits", only_scores=True)
     assert (teacher.verdict, teacher.text) == ("ok", "a Larger of 9 layers of width 9 with the same tokenizer")
     other = msgspec.structs.replace(larger, tokenizer_hash="0123")
-    assert "tokenizer_hash 0123 at the server" in doctor.model(other, "tiny:digits", only_scores=True).text
+    assert "tokenizer_hash 0123 at the server" in doctor.check_model(other, "tiny:digits", only_scores=True).text
     smaller = msgspec.structs.replace(larger, vocab_size=TINY.vocab_size - 1)
-    found = doctor.model(smaller, "tiny:digits", only_scores=True)
+    found = doctor.check_model(smaller, "tiny:digits", only_scores=True)
     assert found.verdict == "problem" and f"at least {TINY.vocab_size} needed" in found.text
-    assert doctor.clock(8.0, 4.0).verdict == "ok", "half of an answer of 8 s is uncertainty"
-    assert str(doctor.dtype(run, "bfloat16")).startswith("ok") and "of up to 0.3" in doctor.dtype(run, "bfloat16").text
+    assert doctor.check_clock(8.0, 4.0).verdict == "ok", "half of an answer of 8 s is uncertainty"
+    found = doctor.check_dtype(run, "bfloat16")
+    assert found.verdict == "ok" and "of up to 0.3" in found.text
 
 
 @pytest.mark.parametrize(
@@ -258,7 +259,7 @@ def test_gpus_with_a_cpu_transport_are_a_problem_with_the_fitting_transport_as_r
     monkeypatch.setattr("learner.doctor.doctor.own_device_name", lambda device: "a/1")
     monkeypatch.setattr("protocol.transports.nccl.why_not_installed", lambda: "cupy is missing; pip install it")
     server_info = info(transports=["tcp", "ipc", "nccl"], devices=devices)
-    found = transport(run_at(NOBODY, tmp_path, "--learner.weight-sync.transport", flag), server_info)
+    found = check_transport(run_at(NOBODY, tmp_path, "--learner.weight-sync.transport", flag), server_info)
     assert found.verdict == verdict and expected in str(found)
     assert ("over the CPUs: ipc is not possible because" in found.text) == (flag == "auto" and verdict == "problem")
 
@@ -266,7 +267,7 @@ def test_gpus_with_a_cpu_transport_are_a_problem_with_the_fitting_transport_as_r
 def test_different_nccl_versions_are_a_problem_that_names_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("learner.doctor.doctor.offered_transports", lambda: ["tcp", "nccl 2.30.7"])
     monkeypatch.setattr("learner.doctor.doctor.own_device_name", lambda device: "a/1")
-    found = transport(run_at(NOBODY, tmp_path), info(transports=["tcp", "nccl 2.29.7"], devices=["a/2"]))
+    found = check_transport(run_at(NOBODY, tmp_path), info(transports=["tcp", "nccl 2.29.7"], devices=["a/2"]))
     assert found.verdict == "problem" and "weights are sent with tcp, over the CPUs" in found.text
     assert "the learner has nccl 2.30.7 and the server has nccl 2.29.7" in found.text
 
@@ -285,7 +286,7 @@ def test_too_little_memory_and_disk_are_reported_with_both_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "free_memory_bytes", lambda: 1 << 20)
-    memory, disk = doctor.resources(run_at(NOBODY, tmp_path))
+    memory, disk = doctor.check_resources(run_at(NOBODY, tmp_path))
     assert (memory.verdict, disk.verdict) == ("problem", "ok")
     assert "but only 0.0 GiB of host memory are free" in memory.text and "use a smaller model" in memory.remedy
     full = disk_finding(tmp_path / "not" / "yet", "run_dir", 1 << 60)
@@ -294,7 +295,7 @@ def test_too_little_memory_and_disk_are_reported_with_both_numbers(
 
 def test_memory_is_estimated_for_the_passes_on_this_device(tmp_path: Path) -> None:
     def needed(*flags: str) -> str:
-        return next(doctor.resources(run_at(NOBODY, tmp_path, *flags))).text
+        return next(doctor.check_resources(run_at(NOBODY, tmp_path, *flags))).text
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     num_tokens = load_config(LearnerRun, [RECIPE], "test").learner.tokens_per_pass(device)
@@ -307,7 +308,7 @@ def test_an_unreadable_model_config_affects_only_the_estimate(tmp_path: Path, mo
         raise RuntimeError("ambiguous")
 
     monkeypatch.setattr(doctor, "shape_of", fail)
-    (finding,) = doctor.resources(run_at(NOBODY, tmp_path))
+    (finding,) = doctor.check_resources(run_at(NOBODY, tmp_path))
     assert "cannot estimate the needs of" in finding.text and "(ambiguous)" in finding.text
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from learner.doctor.noise import ComparedTokens, NoiseMeasurement, as_text, bounds, floor, problems
+from learner.doctor.noise import ComparedTokens, NoiseMeasurement, bounds, floor, format_measurement, problems
 from learner.doctor.self_test import self_test
 from protocol.config import to_toml
 from protocol.messages import Completion, Sampling
@@ -87,7 +87,9 @@ def test_agreeing_sides_differ_only_by_rounding_noise_also_across_a_weight_sync(
     assert measured.fresh.num_tokens >= 2 * measured.through_push.num_tokens
     low, high = measured.bounds
     assert (low.key, high.key) == ("loss.clip_low", "loss.clip_high") and low.distance / low.noise > 1e4
-    assert "learner.loss.clip_low = 0.2 is" in as_text(measured) and "times the noise" in as_text(measured)
+    assert "learner.loss.clip_low = 0.2 is" in format_measurement(measured) and "times the noise" in format_measurement(
+        measured
+    )
 
 
 def test_differences_only_after_a_weight_sync_point_to_the_sync(tmp_path: Path) -> None:
@@ -132,7 +134,7 @@ def test_the_difference_that_quantization_makes_is_no_problem(tmp_path: Path) ->
             measured = self_test(make_run(tmp_path, server.endpoint, parity={"max_mean_abs_logprob": 0.15}))
         assert measured.is_quantized == bool(quantization)
         assert (problems(measured) == []) == bool(quantization)
-        assert ("a server quantizes" in as_text(measured)) == bool(quantization)
+        assert ("a server quantizes" in format_measurement(measured)) == bool(quantization)
     off = Off(itertools.repeat(1.5))
     off.limits = msgspec.structs.replace(off.limits, quantization="fp8_per_tensor")
     with tiny_server(off) as server:
@@ -192,7 +194,7 @@ def test_a_table_without_rewards_has_no_share_of_clipped_tokens() -> None:
             dtype="float32", objective="grpo", temperature=1.0, parity_bound=0.1, num_not_finite=0, through_push=None,
             fresh=floor(tokens, tokens.is_fresh_N), bounds=[], has_rewards=has_rewards,
         )  # fmt: skip
-        assert ("clipped by grpo" in as_text(measured)) == has_rewards
+        assert ("clipped by grpo" in format_measurement(measured)) == has_rewards
 
 
 def test_the_numbers_follow_their_formulas(tmp_path: Path) -> None:

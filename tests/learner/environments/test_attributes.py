@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import math
+from enum import Enum
 from pathlib import Path
 
 import msgspec
@@ -26,6 +27,10 @@ REWARDS = "tests.learner.environments.environment_rewards"
 PROMPT = Prompt(prompt_id=0, prompt="p", token_ids=[1], columns={})
 
 
+class Result(str, Enum):  # noqa: UP042  str() of a StrEnum is its text, so it would show nothing
+    WON = "won"
+
+
 class Rich:
     """An instance with one attribute of every kind."""
 
@@ -35,6 +40,7 @@ class Rich:
         self.number, self.text, self.nothing, self.flag = 3, "three", None, True
         self.board = [[1, 2], (3, {"x": 4.5, 7: "seven"})]
         self.score, self.count = np.float32(0.5), np.int64(7)
+        self.result = Result.WON
         self._hidden = 1
         self.client, self.picture, self.endless = object(), np.zeros(3), [self.board]
         self.endless.append(self.endless)  # type: ignore[arg-type]
@@ -58,10 +64,10 @@ def test_plain_data_is_available_and_other_attributes_are_omitted() -> None:
     assert attributes == {
         "board": [[1, 2], [3, {"x": 4.5, 7: "seven"}]], "count": 7, "derived": 4, "flag": True, "nothing": None,
         "number": 3,
-        "of_the_class": "all have it", "score": 0.5, "text": "three",
+        "of_the_class": "all have it", "result": "won", "score": 0.5, "text": "three",
     }  # fmt: skip
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(attributes)) == attributes
-    assert type(attributes["score"]) is float and type(attributes["count"]) is int
+    assert [type(attributes[name]) for name in ("score", "count", "result")] == [float, int, str]
     assert attributes_of(None) == {}
 
 

@@ -3,6 +3,7 @@
 import os
 import random
 import re
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +113,15 @@ def test_commands_are_answered(name: str, exchange: list[tuple[Command, Answer]]
 
 
 def test_any_text_of_a_class_or_tool_can_be_sent_to_the_policy() -> None:
+    class Direction(str, Enum):  # noqa: UP042  str() of a StrEnum is its text, so it would show nothing
+        NORTH = "north"
+
     name = os.fsdecode(b"caf\xe9")  # a file name that is not UTF-8
 
     def find(kind: str) -> Any:
         if kind == "raise":
             raise FileNotFoundError(name)
-        return np.str_("north") if kind == "numpy" else name
+        return {"numpy": np.str_("north"), "enum": Direction.NORTH}.get(kind, name)
 
     class Folder:
         def reset(self, **row: Any) -> str:
@@ -132,11 +136,11 @@ def test_any_text_of_a_class_or_tool_can_be_sent_to_the_policy() -> None:
             Reset({}),
             Turn("caf"),
             Turn("raise"),
-            *(Call("find", {"kind": k}) for k in ("numpy", "caf", "raise")),
+            *(Call("find", {"kind": k}) for k in ("numpy", "enum", "caf", "raise")),
         ]
         sent = [ANSWER.decode(msgspec.msgpack.encode(host.answer(command))) for command in commands]
     assert [answer.text for answer in sent if isinstance(answer, StepResult)] == [
-        "north", "caf?", "caf?", "north", "caf?", r"{'error': 'caf\udce9'}"
+        "north", "caf?", "caf?", "north", "north", "caf?", r"{'error': 'caf\udce9'}"
     ]  # fmt: skip
 
 
@@ -239,6 +243,7 @@ def test_a_hint_rules_digits_out_and_names_the_state() -> None:
             r"has 2 public methods besides reset, get_reward, get_turn_reward and get_state_key \(tell, whisper\); expected one",
         ),
         (f"{USER}:WithoutReset", "no method reset"),
+        (f"{USER}:DoneAsMethod", "done is a method of the class, .*; make it an attribute or a property"),
     ],
 )
 def test_an_unusable_class_is_rejected_with_a_remedy(factory: str, problem: str) -> None:

@@ -169,3 +169,11 @@ def test_an_error_of_the_environment_is_counted_and_the_episode_continues() -> N
 def test_an_episode_without_sampled_tokens_is_omitted() -> None:
     group, prompts = play_group(script_of("a"), factory="Treacherous", prompt="raise")
     assert group.episodes == [] and prompts == []
+
+
+def test_an_episode_that_is_over_before_its_first_turn_is_omitted_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    group, prompts = play_group(script_of("a"), factory="NeverSetsDone")
+    assert group.episodes == [] and prompts == []
+    assert caplog.text.count("an episode of prompt 0 was over before its first turn: `done` is true after reset") == 2

@@ -1,15 +1,18 @@
 """Whole runs with an environment or an agent on the real server, with a transformers model instead of vLLM."""
 
 import shutil
-import threading
 from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from inference_server.engine.interface import Sampled
 from learner.rollouts.ledger import Ledger
 from learner.train import train
+from protocol.messages import Sampling
 from tests.learner.environments.games import assert_played_by_the_rules, groups_of, playing_run
 from tests.learner.model_engine import VersionedEngine, tiny_server, tiny_servers
 from tests.learner.runs import metrics_of, rows_of
@@ -75,18 +78,30 @@ def test_every_episode_follows_the_rules_on_one_server_and_is_trained_once_with_
         assert len(stayed) > 0.8 * len(later)
 
 
+class MortalEngine(VersionedEngine):
+    """Calls `die` at a later turn of an episode under version 2, and never answers that turn."""
+
+    die: Callable[[], None]
+
+    async def generate(
+        self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str, experts_from: int | None
+    ) -> AsyncIterator[Sampled]:
+        await self.opened()
+        if salt and self.version == 2:  # a first turn has no salt
+            self.release.clear()
+            self.die()
+        async for sampled in super().generate(prompt_token_ids, sampling, salt, experts_from):
+            yield sampled
+
+
 def test_no_episode_is_lost_when_a_server_dies_between_turns(tmp_path: Path) -> None:
-    mortal, survivor = VersionedEngine(), VersionedEngine()
+    mortal, survivor = MortalEngine(), VersionedEngine()
     with tiny_servers(mortal, survivor) as (one, other):
-
-        def hold_turns_and_die() -> None:
-            mortal.release.clear()
-            threading.Timer(0.5, one.die).start()
-
-        mortal.on_version[2] = hold_turns_and_die
+        mortal.die = one.die
         run = playing_run(tmp_path, one.endpoint, other.endpoint, steps=6)
         train(run, resume=False)
-    assert 2 <= mortal.versions[-1] < 6 and survivor.versions == list(range(7))
+    assert not mortal.release.is_set(), "no later turn was pending"
+    assert mortal.versions[-1] == 2 and survivor.versions == list(range(7))
     assert rows_of(run, "max(attempt), count(*)", "state = 'consumed'") == [(0, 18)]
     for group, secret in groups_of(run):
         for episode in group.episodes:

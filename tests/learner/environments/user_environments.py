@@ -27,6 +27,19 @@ class ShowsPrompt:
         return 0.0
 
 
+class NeverSetsDone(ShowsPrompt):
+    """Leaves `done` as the last episode set it."""
+
+    done = True
+
+
+class DoneAsMethod(ShowsPrompt):
+    """Has a method, which is always true, where `done` is expected."""
+
+    def done(self) -> bool:  # type: ignore[override]
+        return False
+
+
 class Echo:
     """Repeats each text, until the text is "stop"."""
 

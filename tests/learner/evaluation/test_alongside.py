@@ -16,7 +16,7 @@ from learner.evaluation.background import Evaluations, PartialHeader, PartialRes
 from learner.evaluation.openai_client import PromptAnswers
 from learner.evaluation.results import FILE, Estimate, Evaluation, earlier
 from learner.report.page import compare, comparison_text, render, write_comparison
-from learner.report.summary import as_text, read_metrics, summarize
+from learner.report.summary import format_summary, read_metrics, summarize
 from learner.rewards.workers import RewardWorkers
 from learner.run_inputs import RunInputs
 from learner.storage.checkpoint import best_models, complete_checkpoints, remove_checkpoint
@@ -170,14 +170,14 @@ def test_a_run_killed_in_its_last_evaluation_requests_only_missing_answers(
     *others, few, many = noted.read_text().splitlines(keepends=True)
     digest = "+".join(json.loads(line)["asked"] for line in (few, many))
 
-    def resumed(lines: list[str], places: tuple[int, ...] | None) -> list[Evaluation]:
-        """Resume with these lines and with wrong answers at `places` of the last step; None: without answers."""
+    def resumed(lines: list[str], indices: tuple[int, ...] | None) -> list[Evaluation]:
+        """Resume with these lines and with wrong answers at `indices` of the last step; None: without answers."""
         noted.write_text("".join(lines))
-        if places is not None:
+        if indices is not None:
             partial.begin(PartialHeader(STEPS, digest))
-            for place in places:
-                count = 1 if place < FEW else 2
-                partial.add(place, PromptAnswers([""] * count, [[0]] * count, count, [True] * count, (STEPS, STEPS)))
+            for index in indices:
+                count = 1 if index < FEW else 2
+                partial.add(index, PromptAnswers([""] * count, [[0]] * count, count, [True] * count, (STEPS, STEPS)))
             partial.close()
         openai.requests.clear()
         train(run, resume=True)
@@ -191,7 +191,7 @@ def test_a_run_killed_in_its_last_evaluation_requests_only_missing_answers(
     of_few, of_many = resumed(others, (1, 4))
     assert len(openai.requests) == FEW + MANY - 2
     for one in (of_few, of_many):
-        assert [place for place, reward in enumerate(one.rewards_P) if reward == 0] == [1]
+        assert [index for index, reward in enumerate(one.rewards_P) if reward == 0] == [1]
     of_few, _ = resumed([*others, few], tuple(range(FEW + MANY)))
     assert openai.requests == [] and of_few == msgspec.json.decode(few, type=Evaluation), (
         "each evaluation is recorded once"
@@ -284,7 +284,7 @@ def test_each_set_is_recorded_under_its_name_and_one_set_selects_the_best_model(
     summary, page = summarize(Path(run.run_dir)), render(Path(run.run_dir))
     assert summary.evaluated_sets == {name: one.reward for name, one in last.items()} and summary.evaluation is None
     for name in SETS:
-        assert f"evaluation of {name}" in as_text(summary) and f"Evaluation of {name}" in page
+        assert f"evaluation of {name}" in format_summary(summary) and f"Evaluation of {name}" in page
     assert f"few: {FEW} prompts of" in page and f"many: {MANY} prompts of" in page
     other = tmp_path / "other"
     other.mkdir()

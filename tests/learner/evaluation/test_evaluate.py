@@ -12,7 +12,7 @@ from learner.evaluation import openai_client
 from learner.evaluation.eval_sets import evaluated_data, sets_of
 from learner.evaluation.evaluate import evaluate, summarize_ratings
 from learner.evaluation.openai_client import EvaluationError, PromptAnswers
-from learner.evaluation.results import Evaluation, as_text
+from learner.evaluation.results import Evaluation, format_evaluation
 from learner.rewards.workers import FunctionRewards, GroupRewards
 from learner.run_inputs import RunInputs
 from protocol.config import load_config, to_toml
@@ -73,7 +73,7 @@ def test_an_evaluation_is_compared_per_prompt_with_the_previous_comparable_one(
     assert made.difference is not None and made.difference.mean == pytest.approx(0.2) and made.before == (3, 4)
     assert made.difference.low is not None and made.difference.low < 0 < 0.2
     assert noted(tmp_path)[1].difference is None, "evaluations with other limits are not comparable"
-    expected = as_text(made)
+    expected = format_evaluation(made)
     assert "difference to policy versions 3 to 4: 0.2  [-" in expected and "by policy versions 7 to 8" in expected
 
 
@@ -127,7 +127,10 @@ def test_stops_beyond_the_servers_limit_are_applied_to_its_answers(
     assert {tuple(body["stop"]) for body in openai.requests} == {("a", "b", "c", "d")}
     assert made.reward is not None and made.reward.mean == len("20=") and made.truncated_frac == 0.0
     assert made.length_mean == (len("20=") if tells_tokens else len("20=9+"))
-    assert made.versions == ((3, 4) if tells_tokens else None) and ("by a model" in as_text(made)) != tells_tokens
+    assert (
+        made.versions == ((3, 4) if tells_tokens else None)
+        and ("by a model" in format_evaluation(made)) != tells_tokens
+    )
 
 
 @pytest.mark.parametrize("tells_tokens", [True, False])
@@ -244,7 +247,7 @@ def test_the_command_evaluates_sets_and_their_keys_are_flags(tmp_path: Path, ope
     assert load_config(LearnerRun, [str(config)], "learner evaluate") == run
     made = evaluate(run)
     assert [(one.set_name, one.num_prompts) for one in made] == [("few", 3), ("all", 10)]
-    assert as_text(made[0]).startswith("few: 3 prompts of ")
+    assert format_evaluation(made[0]).startswith("few: 3 prompts of ")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from learner.environments.builtin import HIGHER, LOWER
 from learner.evaluation.eval_sets import sets_of
 from learner.evaluation.evaluate import evaluate
 from learner.evaluation.openai_client import EvaluationError
-from learner.evaluation.results import FILE, as_text, earlier
+from learner.evaluation.results import FILE, earlier, format_evaluation
 from learner.report.summary import read_metrics
 from learner.run_inputs import RunInputs
 from learner.train import train
@@ -62,7 +62,7 @@ def test_a_bisecting_policy_guesses_every_secret_with_an_environment_and_an_agen
     }
     assert not any(request["skip_special_tokens"] for request in bisecting.requests), "a stop may be a special token"
     assert made.length_mean == made.turns_mean, "a guess is one token"
-    assert f"episodes ended: {NUM_PROMPTS} finished" in as_text(made)
+    assert f"episodes ended: {NUM_PROMPTS} finished" in format_evaluation(made)
 
 
 def test_a_policy_that_ignores_feedback_is_right_by_chance_and_ends_at_the_turn_limit(

@@ -91,7 +91,7 @@ def on_kernel(
     q_NHD, k_NKD, v_NKD, layout: KeyLayout, window: int | None, scale: float,
     kernel: Callable[..., torch.Tensor] = kernel
 ) -> torch.Tensor:  # fmt: skip
-    """In the place of the pass's own function for a GPU."""
+    """In place of the pass's own function for a GPU."""
     k_LKD, v_LKD = (x.index_select(0, layout.rows_L) for x in (k_NKD, v_NKD))
     starts = (layout.first_queries, layout.first_keys, layout.max_queries, layout.max_keys)
     return kernel(q_NHD, k_LKD, v_LKD, *starts, window or 1 << 40, scale)

@@ -16,7 +16,7 @@ from learner.policy.model import checkpoint_layers
 from protocol.errors import ConfigError
 from tests.learner.forward.plain_experts import plain_experts
 from tests.learner.forward.plain_pass import CPU, Gradients, gradients, tiny
-from tests.zoo.families import make_model
+from tests.zoo.families import make_model, make_near_ties
 
 FAMILIES = ["qwen3_moe", "mixtral", "gpt_oss"]
 SHAPES = [(40, (9, 1, 7)), (3, (5, 12))]
@@ -141,6 +141,9 @@ def as_a_server(model: Any, batch: Pack) -> tuple[torch.Tensor, list[np.ndarray]
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replay_closes_the_gap_to_a_bfloat16_server_whose_routers_choose_between_near_ties(family: str) -> None:
     model = make_near_ties(a_model(family))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.bfloat16())
     rng = np.random.default_rng(0)
     batch = pack([(rng.integers(1, 16, 50), [rng.integers(1, 16, 40) for _ in range(8)])], CPU)
     right_M, experts_B = as_a_server(model, batch)
@@ -153,19 +156,6 @@ def test_replay_closes_the_gap_to_a_bfloat16_server_whose_routers_choose_between
         gaps.append(float((found_BT[batch.is_token_BT] - right_M).abs().mean()))
     assert routing.num_changed > 0.005 * routing.num_choices
     assert gaps[1] < gaps[0] / 2.5, gaps
-
-
-def make_near_ties(model: Any) -> Any:
-    """Give the experts of each router nearly the same scores, and let a wrong choice matter."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "router." in name or "gate.weight" in name:
-                mean = parameter.mean(0, keepdim=True)
-                parameter.copy_(mean + 0.02 * (parameter - mean))
-            if ".experts." in name:
-                parameter.mul_(3)
-            parameter.copy_(parameter.bfloat16())
-    return model
 
 
 def test_a_model_without_experts_or_without_topk_routers_is_refused() -> None:

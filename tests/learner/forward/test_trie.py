@@ -34,9 +34,9 @@ def test_the_path_to_each_leaf_is_a_prompt_and_leaves_are_unique(chunks: list[li
         run = path[-1]
         assert [one.start for one in path] == [0, *(one.end for one in path[:-1])]
         ended += run.ends
-        for place in run.ends:
+        for i in run.ends:
             tokens = np.concatenate([prompts[one.of][one.start : one.end] for one in path])
-            assert tokens.tolist() == prompts[place].tolist()
+            assert tokens.tolist() == prompts[i].tolist()
     assert sorted(ended) == list(range(len(prompts)))
 
 

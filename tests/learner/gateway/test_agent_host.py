@@ -1,6 +1,7 @@
 """The process of an agent: the results that it reports, and its end together with the learner."""
 
 import asyncio
+import functools
 import json
 import resource
 import select
@@ -9,12 +10,15 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
-from learner.gateway.agent_host import command_of, outcome
+from learner.gateway.agent_host import command_of, in_loop, outcome
 from learner.gateway.players import AGENT_HOST
 
 TIMEOUT_S = 60.0
@@ -72,6 +76,66 @@ def test_the_reward_does_not_wait_for_a_thread_that_the_agent_gave_up(kind: str)
         assert outcome(agent, REQUEST) == {"reward": 0.5} and not ended.is_set()
     finally:
         released.set()
+
+
+class Answering(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"  # keeps connections
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "3")
+        self.end_headers()
+        self.wfile.write(b"0.5")
+
+    def log_message(self, *message: object) -> None:
+        pass
+
+
+@pytest.fixture
+def service() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+def test_a_client_that_an_agent_keeps_serves_all_its_episodes(service: str) -> None:
+    client = httpx.AsyncClient()
+
+    async def rate(row: dict[str, Any], **given: Any) -> float:
+        return float((await client.get(service)).text)
+
+    assert [outcome(rate, REQUEST) for _ in range(3)] == [{"reward": 0.5}] * 3
+    in_loop(client.aclose())
+
+
+def test_tasks_that_an_agent_leaves_behind_are_cancelled() -> None:
+    left: list[asyncio.Task[None]] = []
+
+    async def leave(row: dict[str, Any], **given: Any) -> float:
+        left.append(asyncio.create_task(asyncio.sleep(600)))
+        return 0.5
+
+    assert outcome(leave, REQUEST) == {"reward": 0.5}
+    assert left[0].cancelled()
+
+
+def test_an_asynchronous_agent_behind_a_plain_decorator_gets_an_open_asynchronous_client() -> None:
+    async def agent(row: dict[str, Any], *, http_client: Any, **given: Any) -> float:
+        return float(isinstance(http_client, httpx.AsyncClient) and not http_client.is_closed)
+
+    @functools.wraps(agent)
+    def decorated(*arguments: Any, **given: Any) -> Any:
+        return agent(*arguments, **given)
+
+    def undecorated(row: dict[str, Any], *, http_client: Any, **given: Any) -> Any:
+        async def rate() -> float:
+            return float(isinstance(http_client, httpx.Client) and not http_client.is_closed)
+
+        return rate()
+
+    assert outcome(decorated, REQUEST) == outcome(undecorated, REQUEST) == {"reward": 1.0}
 
 
 @pytest.mark.parametrize(

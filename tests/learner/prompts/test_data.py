@@ -173,7 +173,7 @@ def test_a_row_can_have_its_own_tools(tokenizer, of_rows, monkeypatch, tools):
     monkeypatch.setattr(tokenizer, "chat_template", shown + CHAT_TEMPLATE)
     rows = {"prompt": [USER], "tools": tools}, {"prompt": [USER]}
     prompts = of_rows(*rows)
-    assert [tokenizer.decode(prompts.prompt_at(place).token_ids) for place in (0, 1)] == ["4+1+1>", "+1+1>"]
+    assert [tokenizer.decode(prompts.prompt_at(i).token_ids) for i in (0, 1)] == ["4+1+1>", "+1+1>"]
     agents = of_rows(*rows, goes_on=False)
     assert tokenizer.decode(agents.prompt_at(0).token_ids) == "+1+1>"
     own = [{"type": "function", "function": {"name": "5", "parameters": {}}}]
@@ -195,7 +195,7 @@ def test_a_rendered_text_gets_a_single_start_token(tmp_path):
     tokenizer.backend_tokenizer.post_processor = single
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "1+1"}, {"prompt": f"{START}1+1"}, {"prompt": f"1{START}+1"}])
     prompts = Prompts(DataConfig(path=path, shuffle=False), tokenizer, 0)
-    first, second, third = (prompts.prompt_at(place).token_ids for place in range(3))
+    first, second, third = (prompts.prompt_at(i).token_ids for i in range(3))
     assert first == second and first.count(begin) == 1 and third.count(begin) == 2
 
 

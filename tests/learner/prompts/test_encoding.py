@@ -134,7 +134,7 @@ def test_overlong_prompts_are_dropped_and_others_keep_their_ids(
     config = {"max_prompt_tokens": 4, "overlong_prompts": "drop", "shuffle": True}
     prompts = of_rows(*OF_LENGTHS, **config)
     assert len(prompts) == 3
-    epochs = [[prompts.row_at(3 * epoch + place) for place in range(3)] for epoch in range(6)]
+    epochs = [[prompts.row_at(3 * epoch + i) for i in range(3)] for epoch in range(6)]
     assert all(sorted(rows) == [0, 2, 4] for rows in epochs)
     assert [prompt.columns["answer"] for prompt in in_order(prompts)] == [LENGTHS[row] for row in epochs[0]]
     assert prompts.longest() == (4, 4) and prompts.metrics == {"data/dropped_prompts": 3.0}

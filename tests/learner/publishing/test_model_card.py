@@ -162,14 +162,14 @@ def test_the_card_of_an_adapter_serves_it_with_a_rank_that_vllm_takes(tmp_path: 
         assert f"--max-lora-rank {max_rank} --lora-modules" in str(card_of(run, tmp_path, form="adapter"))
 
 
-def test_a_model_is_on_the_hub_if_its_name_is_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_on_the_hub_if_its_name_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "project" / "runs" / "mine"
     for directory in (run_dir, tmp_path / "project" / "models" / "mine", tmp_path / "here" / "models" / "other"):
         directory.mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
     for name in ("Qwen/Qwen2.5-0.5B", "gpt2"):
         assert hub_name(name, run_dir) == name
-    places = (
+    paths = (
         "tiny:digits",
         "/models/mine",
         "~/mine",
@@ -178,5 +178,5 @@ def test_a_model_is_on_the_hub_if_its_name_is_no_place(tmp_path: Path, monkeypat
         "models/other",
         "runs/1/checkpoints/model",
     )
-    for place in places:
-        assert hub_name(place, run_dir) is None, place
+    for path in paths:
+        assert hub_name(path, run_dir) is None, path

@@ -23,7 +23,7 @@ def points_of(history: History) -> list[dict[str, Any]]:
 def test_the_history_read_from_disk_equals_the_live_history(tmp_path: Path) -> None:
     path, watched = tmp_path / "metrics.jsonl", History()
     steps = [*range(1, 3001), *range(2501, 4206), *range(4200, 4321)]  # two resumes repeated steps
-    lines = [{"step": step, "time": 1.5, "reward/mean": place / 7} for place, step in enumerate(steps)]
+    lines = [{"step": step, "time": 1.5, "reward/mean": i / 7} for i, step in enumerate(steps)]
     write_lines(path, lines)
     with path.open("a") as file:
         file.write('{"step": 4321, "time"')  # a kill truncated the last line
@@ -34,7 +34,7 @@ def test_the_history_read_from_disk_equals_the_live_history(tmp_path: Path) -> N
     assert MAX_POINTS // 2 <= len(kept) <= MAX_POINTS and (kept[0], kept[-1]) == (1, 4320)
     assert len({later - earlier for earlier, later in pairwise(kept[:-1])}) == 1, "points are thinned evenly"
     assert kept == [point["step"] for point in points_of(watched)]
-    assert all(place in points_of(watched) for place in points_of(found))
+    assert all(point in points_of(watched) for point in points_of(found))
     for history in (found, watched):
         history.add(4321, {"reward/mean": 1.0})
     assert points_of(found) == points_of(watched)

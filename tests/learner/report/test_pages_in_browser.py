@@ -219,7 +219,7 @@ async def draw(page: Page, chart: Chart) -> float:
 
 def series_of(kind: Kind, y: list[float], **more: Any) -> Series:
     mean = None if kind in ("bars", "points") else y
-    x = [float(place) for place in range(len(y))]
+    x = [float(i) for i in range(len(y))]
     return Series(name=kind, color="blue", kind=kind, x=x, y=y, mean=mean, **more)
 
 

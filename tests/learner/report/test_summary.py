@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from learner.report.page import write_report
-from learner.report.summary import RunDirectoryError, as_text, read_metrics, read_steps, summarize
+from learner.report.summary import RunDirectoryError, format_summary, read_metrics, read_steps, summarize
 from protocol.errors import SlipstreamError
 from tests.learner.report.synthetic_run import GROUPS_PER_STEP, write_ledger, write_lines, write_run
 
@@ -46,13 +46,13 @@ def test_every_number_equals_an_independent_computation_and_no_file_changes(tmp_
 
 def test_rare_metrics_are_reported_if_they_were_recorded(tmp_path: Path) -> None:
     metrics = write_run(tmp_path, steps=3)
-    text, page = as_text(summarize(tmp_path)), write_report(tmp_path).read_text()
+    text, page = format_summary(summarize(tmp_path)), write_report(tmp_path).read_text()
     assert "prompts " not in text and "slowdown " not in text and "Slowdown" not in page
     counts = {"data/dropped_prompts": 1200.0, "data/truncated_prompts": 8.0}
     for line, slowdown in zip(metrics, (1.25, 3.0, 1.5), strict=True):
         line |= counts | {"evaluation/training_slowdown": slowdown}
     write_lines(tmp_path / "metrics.jsonl", metrics)
-    text, page = as_text(summarize(tmp_path)), write_report(tmp_path).read_text()
+    text, page = format_summary(summarize(tmp_path)), write_report(tmp_path).read_text()
     assert "\nprompts      1,200 too long, dropped; 8 too long, truncated\n" in text
     assert "\nslowdown     steps take 1.50 times as long during an evaluation\n" in text and "1.50 ×" in page
 
@@ -89,7 +89,7 @@ def test_one_step_is_enough_and_missing_numbers_are_none(tmp_path: Path) -> None
         "push_stall_median_s", "mismatch_mean_abs_logprob", "evaluation", "evaluation_step",
         "training_slowdown", "completion_tokens_per_s",
     ]  # fmt: skip
-    assert "–" in as_text(summary)
+    assert "–" in format_summary(summary)
 
 
 def test_steps_discarded_by_a_resume_do_not_count(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_the_speed_after_a_resume_is_that_of_the_steps_that_count(tmp_path: Path
     write_ledger(tmp_path / "ledger.db", 1, random.Random(0))
     steps = [*range(1, 9), *range(5, 11)]
     step = {"rollout/tokens": 200.0, "time/step": 0.25}
-    lines = [{"step": number, "elapsed_s": 0.25 * place, **step} for place, number in enumerate(steps, 1)]
+    lines = [{"step": number, "elapsed_s": 0.25 * i, **step} for i, number in enumerate(steps, 1)]
     write_lines(tmp_path / "metrics.jsonl", lines)
     assert summarize(tmp_path).completion_tokens_per_s == 800.0
 
@@ -128,6 +128,8 @@ def test_a_broken_line_in_the_middle_is_an_error(tmp_path: Path, broken: str) ->
     path.write_text('{"step": 1}\n' + broken + '\n{"step": 3}\n')
     with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl, line 2: expected a JSON object"):
         read_steps(path)
+    with pytest.raises(RunDirectoryError, match=r"metrics\.jsonl, line 2: expected a JSON object"):
+        read_metrics(tmp_path)
 
 
 def test_a_broken_last_line_is_torn_only_without_its_end(tmp_path: Path) -> None:

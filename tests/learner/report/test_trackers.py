@@ -153,8 +153,8 @@ def test_runs_in_directories_of_one_name_are_different_runs_in_trackio(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path, monkeypatch, "trackio", TRACKIO)
-    for place in ("a", "b", "a"):  # the last one resumes the first
-        run_dir = RunDir(tmp_path / place / "qwen-math", make_run(tmp_path, "tcp://127.0.0.1:1"))
+    for folder in ("a", "b", "a"):  # the last one resumes the first
+        run_dir = RunDir(tmp_path / folder / "qwen-math", make_run(tmp_path, "tcp://127.0.0.1:1"))
         Trackers(["trackio"], "p", run_dir)
         run_dir.close()
     first, second, resumed = (settings["name"] for settings in sys.modules.pop("trackio").named)

@@ -14,7 +14,7 @@ from learner.rollouts.group_requests import GroupRequest
 from learner.rollouts.ledger import Ledger
 from learner.rollouts.rollout_buffer import RolloutBuffer
 from learner.rollouts.rollout_group import RolloutGroup
-from learner.rollouts.slot_order import SlotOrder, num_places_allowed
+from learner.rollouts.slot_order import SlotOrder, num_slots_allowed
 from learner.run_inputs import RunInputs
 from tests.learner.rollouts.scored_groups import NO_SIGNAL, SIGNAL, receive_and_score
 from tests.learner.runs import make_run
@@ -59,7 +59,7 @@ class Play:
         else:
             assert self.buffer.receive(group_id) is request
             rewards = SIGNAL if outcome == "signal" else NO_SIGNAL
-            self.buffer.score([receive_and_score(self.ledger, request, version, rewards)])
+            self.buffer.record_scores([receive_and_score(self.ledger, request, version, rewards)])
 
     def step(self) -> bool:
         groups = self.buffer.pop_batch(
@@ -135,7 +135,7 @@ def test_the_bound_holds_and_every_run_finishes_for_any_order_of_arrivals_and_dr
 
 def test_the_rule_lets_the_server_run_ahead_exactly_as_far_as_allowed() -> None:
     def allowed(version: int) -> int:
-        return num_places_allowed(version=version, max_staleness=2, groups_per_step=4, total_groups=100)
+        return num_slots_allowed(version=version, max_staleness=2, groups_per_step=4, total_groups=100)
 
     assert [allowed(version=0), allowed(version=3), allowed(version=50)] == [12, 24, 100]
     slots = SlotOrder(next_to_admit=12, next_to_take=0, passed_over={3: "failed", 7: "no_signal"})

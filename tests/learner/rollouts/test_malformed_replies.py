@@ -1,11 +1,9 @@
 """Thousands of malformed messages between a server's answers: they are rejected and counted, and rollouts continue."""
 
 import asyncio
-import ctypes
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import zmq
 
 from protocol.channel.sockets import ServerChannel
@@ -17,7 +15,6 @@ from tests.malformed import TO_LEARNER, Frames, malformed_messages
 from tests.waiting import until
 
 BATCH, NUM_STEPS = 100, 10
-MAX_GROWTH_MIB = 100.0
 
 
 class TamperedServer(HandServer):
@@ -60,21 +57,12 @@ def harmless(messages: Iterator[Frames]) -> Iterator[tuple[Frames, bool]]:
             yield frames, False
 
 
-def memory_mib() -> float:
-    """Return the memory of this process, without freed memory that malloc keeps."""
-    ctypes.CDLL(None).malloc_trim(0)
-    return psutil.Process().memory_info().rss / 2**20
-
-
 def test_malformed_messages_are_rejected_and_counted_and_rollouts_continue(tmp_path: Path) -> None:
     with TamperedServer() as server, rollouts_on(tmp_path, server, max_staleness=0) as (fleet, rollouts):
         for version in range(NUM_STEPS):
-            if version == NUM_STEPS // 2:
-                before_mib = memory_mib()
             server.version = version
             rollouts.publish(version, server.server_id)
             assert next_slots(rollouts, version) == [3 * version, 3 * version + 1, 3 * version + 2]
         until(lambda: fleet.metrics()["rollout/messages_refused"] == server.num_malformed)
-        assert memory_mib() - before_mib < MAX_GROWTH_MIB
         assert server.num_malformed > 0.5 * server.num_sent >= 0.5 * BATCH * 3 * NUM_STEPS
     assert (counts(tmp_path).lost, counts(tmp_path).dropped) == (0, 0)

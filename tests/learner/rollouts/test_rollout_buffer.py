@@ -95,7 +95,7 @@ def test_the_ledger_and_the_bottleneck_follow_a_slot_from_admitted_to_consumed(t
         request = buffer.receive("0.0")
         assert request is not None and buffer.num("received") == 1
         assert buffer.waits_for(is_connected=True) == "reward"
-        buffer.score([receive_and_score(ledger, request, 0)])
+        buffer.record_scores([receive_and_score(ledger, request, 0)])
         assert buffer.num("scored") == 1 and states(ledger) == {"0.0": "scored"}
         assert pop(buffer, 0) == ["0.0"] and buffer.num("scored") == 0
         assert buffer.waits_for(is_connected=True) == "weight_sync"
@@ -128,7 +128,7 @@ def test_a_run_ends_when_many_prompts_in_a_row_fail_and_tries_the_last_one_again
             (request,) = buffer.admit(0)
         accepted = buffer.receive(request.group_id)
         assert accepted is not None
-        buffer.score([receive_and_score(ledger, accepted, 0)])  # one success: the count begins again
+        buffer.record_scores([receive_and_score(ledger, accepted, 0)])  # one success: the count begins again
         assert pop(buffer, 0) == [accepted.group_id]
         (request,) = buffer.admit(1)
         for _ in range(MAX_GIVEN_UP - 1):
@@ -143,7 +143,7 @@ def test_a_stale_group_is_requested_again_and_does_not_count_as_a_failure(tmp_pa
     with a_buffer(tmp_path, max_group_attempts=1) as (buffer, ledger):
         request = buffer.receive("0.0")
         assert request is not None
-        buffer.score([receive_and_score(ledger, request, 0)])
+        buffer.record_scores([receive_and_score(ledger, request, 0)])
         retries: list[Any] = []
         assert pop(buffer, 1, retries.append) is None
         assert [retry.group_id for retry in retries] == ["0.1"]

@@ -1,5 +1,7 @@
 """Loading of user code from a module or a file, and its errors."""
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,16 +17,33 @@ FILES = {
 
 
 @pytest.fixture
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    imported = set(sys.modules)
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
-    return tmp_path
+    yield tmp_path
+    for name in sys.modules.keys() - imported:
+        del sys.modules[name]
 
 
 def test_user_code_can_import_neighboring_files(directory: Path) -> None:
     for spec in (f"{directory}/mine.py:say", "mine.py:say", "mine:say"):
         assert load_named(spec)() == "hello"
+
+
+@pytest.mark.parametrize(("first", "helper"), [("mine.py", "beside_it.py"), ("mine", "beside_it/__init__.py")])
+def test_user_code_whose_neighbor_has_the_name_of_another_module_is_rejected(
+    directory: Path, first: str, helper: str
+) -> None:
+    for name, text in {"mine.py": FILES["mine.py"], helper: "SAYS = 'goodbye'"}.items():
+        (directory / "b" / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / "b" / name).write_text(text)
+    assert load_named(f"{first}:say")() == "hello"
+    for _ in range(2):
+        with pytest.raises(NotLoaded, match=rf"/b/{helper} and {directory}/.*beside_it.py have the same module name"):
+            load_named("b/mine.py:say")
 
 
 @pytest.mark.parametrize(

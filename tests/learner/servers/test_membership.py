@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.servers.membership import Load, Membership, least_loaded
+from learner.servers.membership import EndpointSource, Load, least_loaded
 from protocol.errors import ConfigError
 
 ONE, OTHER = "tcp://127.0.0.1:6001", "tcp://127.0.0.1:6002"
 
 
-def of(source: str) -> Membership:
-    return Membership(source, has_keys=False, insecure=False)
+def of(source: str) -> EndpointSource:
+    return EndpointSource(source, has_keys=False, insecure=False)
 
 
 def test_a_file_has_one_endpoint_per_line_and_comments(tmp_path: Path) -> None:

@@ -55,12 +55,15 @@ def test_nothing_that_exists_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
         write_starter(tmp_path / "file" / "mine")
-    with pytest.raises(ConfigError, match="without quotes"):
-        write_starter(tmp_path / 'a"b')
+    for name in ('a"b', "a\\b", "a\nb", "a\rb", "a\x7fb", "a\udce9b"):
+        with pytest.raises(ConfigError, match="choose a name of printable characters"):
+            write_starter(tmp_path / name)
+        assert not (tmp_path / name).exists()
 
 
 def test_the_recipe_supports_names_with_special_characters(tmp_path: Path) -> None:
-    write_starter(tmp_path / "Größe + 1")
+    printed = write_starter(tmp_path / "Größe + 1")
+    assert f"pytest '{tmp_path}/Größe + 1' " in printed and f"colocate '{tmp_path}/Größe + 1/run.toml' " in printed
     recipe = tomllib.loads((tmp_path / "Größe + 1" / "run.toml").read_text())
     assert recipe["learner"]["data"]["path"] == str(tmp_path / "Größe + 1" / "prompts.jsonl")
     assert recipe["run_dir"] == "runs/Größe + 1"

@@ -24,7 +24,7 @@ def make_row(prompt: list[int], completion: TokenSequence, advantage: float, gro
         prompt_token_ids=np.array(prompt, np.int32),
         branch=completion,
         group=group,
-        place=0,
+        episode=0,
         advantage=advantage,
         weight=2 * advantage,
         entered_version=3,

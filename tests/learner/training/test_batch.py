@@ -49,7 +49,7 @@ def test_a_token_has_the_advantage_of_its_turn_in_whichever_branch_it_is() -> No
     rows = trained_rows([group], [[[0.5, -1.0, 2.0, 4.0], [-0.25]]], learner_config())
     batch = micro_batch(rows, CPU)
     assert batch.advantages_BT.tolist() == [[0, 0.5, 0.5, -1, -1, 0, 4], [2, 2, *[0] * 5], [-0.25, -0.25, *[0] * 5]]
-    assert rows[2].advantage == -0.25 and batch.places_B.tolist() == [0, 0, 1]
+    assert rows[2].advantage == -0.25 and batch.episodes_B.tolist() == [0, 0, 1]
 
 
 def test_a_group_has_its_prompt_once_and_no_last_token_of_a_completion() -> None:
@@ -73,7 +73,7 @@ def test_groups_without_signal_are_not_trained_but_count_in_the_weights() -> Non
         config = learner_config(loss={"normalization": normalization}, sampling={"max_tokens": 10})
         rows = trained_rows(groups, [[[0.0], [0.0]], [[1.0], [-1.0]]], config)
         assert [row.advantage for row in rows] == [1.0, -1.0]
-        assert [row.weight for row in rows] == [weight, weight] and [row.place for row in rows] == [2, 3]
+        assert [row.weight for row in rows] == [weight, weight] and [row.episode for row in rows] == [2, 3]
 
 
 @pytest.mark.parametrize(

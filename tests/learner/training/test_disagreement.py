@@ -121,7 +121,7 @@ def test_a_plan_tells_apart_whatever_changes_the_numbers_of_a_step(accelerator: 
         {"turned": True},
         {"first": msgspec.structs.replace(rows[0], prompt_token_ids=rows[0].prompt_token_ids + 1)},
         {"first": msgspec.structs.replace(rows[0], group=7)},
-        {"first": msgspec.structs.replace(rows[0], place=7)},
+        {"first": msgspec.structs.replace(rows[0], episode=7)},
     ):
         assert plan(**change) != plain, change
     branch = msgspec.structs.replace(rows[0].branch, token_ids=rows[0].branch.token_ids + 1)

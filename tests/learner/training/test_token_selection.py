@@ -72,11 +72,11 @@ def picks_of(trainer: PolicyTrainer, groups: list, version: int, **learner: obje
     batches = my_batches(trainer.accelerator, trainer.policy, rows, trainer.config, "the step")
     batches = precompute_logprobs(trainer, batches, version, StepTimer())
     found = {
-        place: picked_T[mask_T].tolist()
+        episode: picked_T[mask_T].tolist()
         for batch in batches
-        for place, picked_T, mask_T in zip(batch.places_B.tolist(), batch.picked_BT, batch.mask_BT, strict=True)
+        for episode, picked_T, mask_T in zip(batch.episodes_B.tolist(), batch.picked_BT, batch.mask_BT, strict=True)
     }
-    return [found[place] for place in sorted(found)]
+    return [found[episode] for episode in sorted(found)]
 
 
 def test_a_random_pick_depends_on_the_version_and_not_on_micro_batches(accelerator: Accelerator) -> None:

@@ -1,9 +1,9 @@
-"""Places from which an episode's agent can continue: the ends of recorded turns.
+"""Prefixes from which an episode's agent can continue: the ends of recorded turns.
 
-    messages or text of a request ─▶ the longest place it extends ─▶ its tokens plus new ones ─▶ session.py
+    messages or text of a request ─▶ the longest prefix it extends ─▶ its tokens plus new ones ─▶ session.py
 
-A place holds the messages or text up to the end of a turn, and their exact tokens.
-Invariant: sampled tokens are never rendered again. A request that extends no place is rendered as a whole and
+A prefix holds the messages or text up to the end of a turn, and their exact tokens.
+Invariant: sampled tokens are never rendered again. A request that extends no prefix is rendered as a whole and
 starts a branch. The same applies if its template renders the earlier turns differently.
 """
 
@@ -43,7 +43,7 @@ class RecordedText(msgspec.Struct, frozen=True, eq=False):
 
 
 class PrefixIndex:
-    """Places of one episode. `of_chat` and `of_text` are usable from any thread."""
+    """Recorded prefixes of one episode. `of_chat` and `of_text` are usable from any thread."""
 
     def __init__(self) -> None:
         self._chats: list[RecordedChat] = []
@@ -63,22 +63,22 @@ class PrefixIndex:
         form = form_of(template)
         by_length = sorted(self._chats, key=lambda one: len(one.messages))
         fitting = (one for one in reversed(by_length) if one.form == form and starts_with(messages, one.messages))
-        if (place := next(fitting, None)) is None:
+        if (prefix := next(fitting, None)) is None:
             return list(messages), np.array(template.token_ids(messages), np.int32)
-        new = messages[len(place.messages) :]
-        recorded = place.token_ids.tolist()
-        prompt = continued(template, place.messages, new, recorded, place.stops)
+        new = messages[len(prefix.messages) :]
+        recorded = prefix.token_ids.tolist()
+        prompt = continued(template, prefix.messages, new, recorded, prefix.stops)
         token_ids = prompt.token_ids if prompt.begins_branch else [*recorded, *prompt.token_ids]
-        return [*place.messages, *new], np.array(token_ids, np.int32)
+        return [*prefix.messages, *new], np.array(token_ids, np.int32)
 
     def of_text(self, template: ChatTemplate, text: str, *, adds_special_tokens: bool = True) -> np.ndarray:
         """Return the tokens of a text. Only the part after a known beginning is encoded."""
         extended = [one for one in self._texts if text.startswith(one.text)]
         if extended:
-            place = max(reversed(extended), key=lambda one: len(one.text))
-            new = _tokens_after(template, place, text)
+            prefix = max(reversed(extended), key=lambda one: len(one.text))
+            new = _tokens_after(template, prefix, text)
             if new is not None:
-                return np.concatenate([place.token_ids, np.array(new, np.int32)])
+                return np.concatenate([prefix.token_ids, np.array(new, np.int32)])
         token_ids = template.tokenizer.encode(text, add_special_tokens=adds_special_tokens)
         return np.array(template.with_one_begin(token_ids), np.int32)
 
@@ -92,12 +92,12 @@ class PrefixIndex:
         self._texts.append(RecordedText(text, token_ids))
 
 
-def _tokens_after(template: ChatTemplate, place: RecordedText, text: str) -> list[int] | None:
-    """Return the tokens of the text after a place, or None if the text leaves the turn open or ends it in another way.
+def _tokens_after(template: ChatTemplate, prefix: RecordedText, text: str) -> list[int] | None:
+    """Return the tokens of the text after a prefix, or None if the text leaves the turn open or ends it in another way.
 
     An agent that renders the chat template itself writes the end token, which the recorded turn already has.
     """
-    rest, end = text[len(place.text) :], int(place.token_ids[-1])
+    rest, end = text[len(prefix.text) :], int(prefix.token_ids[-1])
     new = list(template.tokenizer.encode(rest, add_special_tokens=False)) if rest else []
     if not template.is_end(end) or (new and not template.is_end(new[0])):
         return new
