@@ -246,7 +246,7 @@ class WarmStartConfig(Section):
     rows_per_step: AtLeastOne[int] = 32
     """Rows of data per optimizer step, over all ranks."""
     answer_column: str = "answer"
-    """Column with the text to learn. The end-of-sequence token is appended."""
+    """Column with the text to learn, or the first of a list. The end-of-sequence token is appended."""
 
     def unmet_needs(self) -> dict[str, str]:
         others = ("learning_rate", "rows_per_step", "answer_column")

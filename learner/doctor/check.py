@@ -23,8 +23,10 @@ from learner.doctor.doctor import examine
 from learner.doctor.self_test import connected, in_directory
 from learner.evaluation.eval_sets import sets_of
 from learner.prompts.prompts import Prompt
+from learner.prompts.reasoning import CLOSES_REASONING, OPENS_REASONING
 from learner.report.summary import duration, read_metrics
 from learner.report.trackers import refuse_absent
+from learner.rewards.builtin.answers import golds_of
 from learner.rewards.workers import GroupRewards, RewardWorkers
 from learner.run_inputs import RunInputs
 from learner.training.metrics import StepTimer, group_metrics
@@ -35,8 +37,8 @@ from protocol.signals import Interrupt
 
 NUM_SHOWN = 3
 NUM_RATED = 8
-NUM_NOISY = 4
-"""Number of random completions for each prompt that is scored."""
+NUM_COMPLETIONS = 4
+"""Number of completions of a scored prompt. Functions may need several, as in training."""
 MAX_CHARACTERS = 400
 GOLD_COLUMN = "answer"
 STARTUP_S = 60.0
@@ -123,9 +125,7 @@ def reward_findings(run_inputs: RunInputs, prompts: Sequence[Prompt]) -> Iterato
         with RewardWorkers(config) as workers:
             noisy = [_rated(run_inputs, workers, prompt, _noise(run_inputs, prompt)) for prompt in prompts]
             gold = [
-                _rated(run_inputs, workers, prompt, [str(prompt.columns[GOLD_COLUMN])])
-                for prompt in prompts
-                if prompt.columns.get(GOLD_COLUMN) is not None
+                _rated(run_inputs, workers, prompt, texts) for prompt in prompts if (texts := _right_answers(prompt))
             ]
     except RewardError as error:
         yield problem_of("rewards", error, "correct learner.reward.functions")
@@ -190,11 +190,18 @@ def _rated(run_inputs: RunInputs, workers: RewardWorkers, prompt: Prompt, texts:
     return workers.submit(prompt, texts, ids).result(STARTUP_S + len(config.functions) * config.timeout_s)
 
 
+def _right_answers(prompt: Prompt) -> list[str]:
+    """Return completions that are the first gold answer, after the reasoning that the prompt has opened."""
+    is_reasoning = OPENS_REASONING in prompt.turn_start.rpartition(CLOSES_REASONING)[2]
+    golds = golds_of(prompt.columns.get(GOLD_COLUMN))[:1]
+    return [(f"{CLOSES_REASONING}\n" if is_reasoning else "") + gold for gold in golds * NUM_COMPLETIONS]
+
+
 def _noise(run_inputs: RunInputs, prompt: Prompt) -> list[str]:
     """Return random completions, the same in every call."""
     generator = np.random.default_rng(prompt.prompt_id)
     num_tokens = min(run_inputs.run.learner.sampling.max_tokens, 64)
-    ids = generator.integers(0, len(run_inputs.tokenizer), (NUM_NOISY, num_tokens))
+    ids = generator.integers(0, len(run_inputs.tokenizer), (NUM_COMPLETIONS, num_tokens))
     return list(run_inputs.tokenizer.batch_decode(ids.tolist(), skip_special_tokens=True))
 
 

@@ -19,7 +19,7 @@ import msgspec
 
 from learner.environments.host import Call
 from learner.prompts.chat_template import ChatTemplate, Message, num_shared, storable
-from learner.prompts.reasoning import OPENS_REASONING
+from learner.prompts.reasoning import OPENS_REASONING, opening_of
 from protocol.errors import ConfigError, DataError
 from protocol.installation import install_command
 
@@ -84,9 +84,7 @@ def _read_by_transformers(template: ChatTemplate, prompt: list[int], token_ids: 
     """Parse a turn with transformers. Raises ValueError if that fails."""
     tokenizer = template.tokenizer
     if getattr(tokenizer, "response_template", None) is None:
-        prompt_end = _decoded(tokenizer, prompt[-8:]).rstrip()
-        prefix = OPENS_REASONING if prompt_end.endswith(OPENS_REASONING) else ""
-        form = HERMES
+        prefix, form = opening_of(tokenizer, prompt), HERMES
         token_ids = template.without_end(token_ids)
     else:
         prefix, form = _decoded(tokenizer, prompt), None

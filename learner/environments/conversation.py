@@ -15,7 +15,7 @@ import msgspec
 from learner.environments.answer import UnreadableAnswer, calls_of, read_answer
 from learner.environments.host import Call, StepResult, Turn
 from learner.prompts.chat_template import ChatTemplate, Message, num_shared
-from learner.prompts.reasoning import OPENS_REASONING
+from learner.prompts.reasoning import OPENS_REASONING, opening_of
 
 
 class NextPrompt(msgspec.Struct, frozen=True):
@@ -39,7 +39,7 @@ class TextConversation:
     def messages(self) -> list[Message]:
         return []
 
-    def cut_off(self, token_ids: list[int]) -> None:
+    def cut_off(self, prompt: list[int], token_ids: list[int]) -> None:
         """Ignore a turn that was cut off. The environment does not see it."""
 
     def commands_of(self, prompt: list[int], token_ids: list[int]) -> Sequence[Turn]:
@@ -86,7 +86,7 @@ class ChatConversation:
             self._calls, self._recorded = calls_of(message), [*prompt, *token_ids]
             self._name_calls(message)
         except UnreadableAnswer:
-            self.cut_off(token_ids)
+            self.cut_off(prompt, token_ids)
             raise
         self._say(message)
         return self._calls
@@ -115,9 +115,15 @@ class ChatConversation:
         """Messages after the prompt."""
         return self._messages[self._num_before :]
 
-    def cut_off(self, token_ids: list[int]) -> None:
-        """Record the last turn as text, without parsing it."""
-        self._say({"role": "assistant", "content": self._template.spoken(token_ids)})
+    def cut_off(self, prompt: list[int], token_ids: list[int]) -> None:
+        """Record the last turn as text, without parsing it.
+
+        The text includes a `<think>` with which the template ends the prompt, so that reasoning that never ends is
+        no answer.
+        """
+        opens = self._template.prefill(self._messages) is None  # a prefill holds its own <think>
+        opening = opening_of(self._template.tokenizer, prompt) if opens else ""
+        self._say({"role": "assistant", "content": opening + self._template.spoken(token_ids)})
 
     def add_results(self, results: list[StepResult]) -> NextPrompt:
         """Return the tokens of the tools' answers, which are in the order of the calls.

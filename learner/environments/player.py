@@ -141,7 +141,7 @@ class Player:
             (completion,) = sampled.group.completions
             token_ids = completion.token_ids.tolist()
             if completion.finish_reason == "length":
-                await in_tokenizer_thread(conversation.cut_off, token_ids)
+                await in_tokenizer_thread(conversation.cut_off, before.tolist(), token_ids)
                 return progress.end("length")
             try:
                 commands: Sequence[Command] = await in_tokenizer_thread(

@@ -185,7 +185,10 @@ def summarize_ratings(
     }
     is_finished_PK = np.array([answered.is_finished_K for answered in answers])
     versions = [answered.versions for answered in answers if answered.versions is not None]
-    texts_PK = [_texts(eval_set, answered) for answered in answers]
+    texts_PK = [
+        [prompt.turn_start + text for text in _texts(eval_set, answered)]
+        for prompt, answered in zip(eval_set.prompts, answers, strict=True)
+    ]
     return Evaluation(
         time=time.time(),
         set_name=eval_set.set_name,

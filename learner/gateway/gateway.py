@@ -32,6 +32,7 @@ from learner.gateway.messages import NO_RETRY, REASONING, RefusedRequest, episod
 from learner.gateway.session import Session, SessionTurn
 from learner.gateway.streams import refused_by, stream
 from learner.prompts.chat_template import ChatTemplate, Message
+from learner.prompts.reasoning import opening_of
 from learner.prompts.tokenizer_threads import in_tokenizer_thread
 from protocol.errors import ConfigError
 
@@ -177,11 +178,13 @@ class Gateway:
     def _read(self, template: ChatTemplate, turn: SessionTurn, stops: tuple[str, ...]) -> Message:
         """Return a turn as a message.
 
-        A turn that is cut off, unreadable or calls tools although there are none becomes plain text.
+        A turn that is cut off, unreadable or calls tools although there are none becomes plain text, with a
+        `<think>` that the prompt ends with.
         """
+        prompt = turn.prompt.tolist()
         if not turn.is_cut_off:
             try:
-                message = read_answer(template, turn.prompt.tolist(), turn.token_ids)
+                message = read_answer(template, prompt, turn.token_ids)
                 calls = calls_of(message)
                 json.dumps([call.arguments for call in calls], allow_nan=False)
             except (UnreadableAnswer, ValueError):  # ValueError: NaN or Infinity, which no reply in JSON can hold
@@ -191,7 +194,7 @@ class Gateway:
                     content, _ = cut_at(message["content"], stops)
                     return spoken(content, message.get(REASONING), calls, turn.turn_id)
         content, _ = cut_at(self._template.spoken(turn.token_ids), stops)
-        return spoken(content, None, (), turn.turn_id)
+        return spoken(opening_of(template.tokenizer, prompt) + content, None, (), turn.turn_id)
 
 
 def cut_at(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:

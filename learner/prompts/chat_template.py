@@ -160,7 +160,7 @@ class ChatTemplate(msgspec.Struct, frozen=True, eq=False):
         last = messages[-1]
         if not self.turns.goes_on or last.get("role") != "assistant" or last.get("tool_calls"):
             return None
-        text = _content_text(last.get("content"))
+        text = content_text(last.get("content"))
         return text if isinstance(text, str) and text.strip() else None
 
     def _apply(self, messages: Sequence[Message], opens_turn: bool, *, tokenize: bool, goes_on: bool = False) -> Any:
@@ -213,13 +213,13 @@ def _without_nulls(message: Message) -> Message:
     call arguments as JSON text, which a template would encode once more.
     """
     plain = {key: value for key, value in message.items() if value is not None}
-    plain["content"] = _content_text(message.get("content") or "")
+    plain["content"] = content_text(message.get("content") or "")
     if calls := plain.pop("tool_calls", None):
         plain["tool_calls"] = [_call_without_nulls(call) for call in calls]
     return plain
 
 
-def _content_text(content: Any) -> Any:
+def content_text(content: Any) -> Any:
     """Join content that consists of text parts into one text.
 
     Templates of text-only models print a list in Python syntax.

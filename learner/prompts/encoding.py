@@ -20,11 +20,11 @@ import numpy as np
 import xxhash
 
 from learner.config import DataConfig
-from learner.prompts.chat_template import ChatTemplate, Message
+from learner.prompts.chat_template import ChatTemplate, Message, content_text
 from learner.prompts.sources import Row, Source, cache_directory
 from protocol.errors import DataError
 
-ENCODING = 4
+ENCODING = 5
 """Version of the cached results. Raise it with every change of the results or of the checks."""
 ROWS_AT_ONCE = 1024
 TOOLS = "tools"
@@ -81,6 +81,13 @@ class Encoder(msgspec.Struct, frozen=True, eq=False):
                 f"{self.config.prompt_column!r}; expected a non-empty text or a non-empty list of messages with role "
                 "and content"
             )
+        goes_on = self.template.turns.goes_on  # agents render their own prompts
+        for content in [message["content"] for message in prompt] if is_conversation and goes_on else []:
+            if not isinstance(content_text(content or ""), str):
+                raise DataError(
+                    f"row {number} of {self.source_name} has the content {str(content)[:80]!r}, which is not only text; "
+                    "the policy sees only text. Remove the row, or its images and other parts"
+                )
         return with_system_prompt(prompt, self.config)
 
     def _template(self, row: Row, number: int) -> ChatTemplate:

@@ -19,7 +19,7 @@ import numpy as np
 from learner.config import DataConfig
 from learner.prompts.chat_template import ChatTemplate, TurnFormat
 from learner.prompts.encoding import encode_source, with_system_prompt
-from learner.prompts.reasoning import OPENS_REASONING
+from learner.prompts.reasoning import OPENS_REASONING, opening_of
 from learner.prompts.sources import open_source
 from protocol.errors import DataError
 
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-
-END_TOKENS = 8
-"""Number of last tokens that hold `<think>` and its line break, even if split into several tokens."""
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +46,11 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """Partial answer that the prompt ends with and the policy continues, if any."""
     opens_reasoning: bool = False
     """Whether the template ends the prompt with `<think>`, so that the completion starts as reasoning."""
+
+    @property
+    def turn_start(self) -> str:
+        """The part of the policy's turn that the prompt ends with, or ""."""
+        return self.prefill or (OPENS_REASONING if self.opens_reasoning else "")
 
 
 class Prompts:
@@ -146,11 +148,10 @@ class Prompts:
         columns = self._source.row(row)
         prompt = with_system_prompt(columns.pop(self._config.prompt_column), self._config)
         token_ids = self._encoded.prompt_ids(row)
-        (end,) = self.template.tokenizer.batch_decode([token_ids[-END_TOKENS:]], skip_special_tokens=False)
         prefill = None if isinstance(prompt, str) else self.template.prefill(prompt)
         return Prompt(
             prompt_id=row, prompt=prompt, token_ids=token_ids, columns=columns, prefill=prefill,
-            opens_reasoning=prefill is None and end.rstrip().endswith(OPENS_REASONING),
+            opens_reasoning=prefill is None and bool(opening_of(self.template.tokenizer, token_ids)),
         )  # fmt: skip
 
     def _find_too_long(self) -> np.ndarray:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 OPENS_REASONING, CLOSES_REASONING = "<think>", "</think>"
+END_TOKENS = 8
+"""Number of last tokens that hold `<think>` and its line break, even if split into several tokens."""
 CHANNEL, ANSWER = "<|channel|>", "final"
 """Marks of gpt-oss, which writes all text into channels.
 
@@ -20,6 +22,12 @@ CHANNEL, ANSWER = "<|channel|>", "final"
 _CHANNEL_TEXTS = re.compile(
     r"<\|channel\|>(\w*)(?:(?!<\|channel\|>).)*?<\|message\|>(.*?)(<\|(?:end|return|call|start)\|>|$)", re.DOTALL
 )
+
+
+def opening_of(tokenizer: "PreTrainedTokenizerBase", prompt: list[int]) -> str:
+    """Return "<think>" if a prompt ends with it, so that the turn starts as reasoning, else ""."""
+    (end,) = tokenizer.batch_decode([prompt[-END_TOKENS:]], skip_special_tokens=False)
+    return OPENS_REASONING if end.rstrip().endswith(OPENS_REASONING) else ""
 
 
 def texts_of(

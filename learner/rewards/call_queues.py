@@ -124,10 +124,13 @@ class SerialCalls:
         call, num_late = job.call, 0
         timeout_s = self._config.timeout_s / min(len(call.completions), MOST_SHARES)
         rewards: list[float | None] = []
+        metrics: dict[str, list[float]] = {}
         for i in range(len(call.completions)):
             answer = self._call(call.only(i, timeout_s))
             if isinstance(answer, RewardAnswer):
                 rewards += answer.rewards
+                for name, values in answer.metrics.items():
+                    metrics.setdefault(name, []).extend(values)
             elif answer.outcome == "timed_out":
                 rewards.append(0.0)
                 num_late += 1
@@ -138,7 +141,7 @@ class SerialCalls:
             "again and have a reward of 0 (learner.reward.timeout_s)",
             job.name, self._config.timeout_s, len(rewards), num_late,
         )  # fmt: skip
-        return RewardAnswer(rewards)
+        return RewardAnswer(rewards, metrics)
 
     def _call(self, call: RewardCall) -> RewardAnswer | ProcessFailure:
         process = self._pool.acquire()

@@ -23,6 +23,7 @@ from learner.config import LearnerConfig
 from learner.environments.episode import UNKNOWN_VERSION, TokenSequence
 from learner.forward.logprobs import token_logprobs
 from learner.prompts.prompts import Prompt
+from learner.rewards.builtin.answers import golds_of
 from learner.run_inputs import RunInputs
 from learner.training.batch import BatchRow, MicroBatch
 from learner.training.distributed import clear_gradients, gradient_sync, my_batches
@@ -109,13 +110,14 @@ def answer_rows(
 
 def _answer_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: LearnerConfig, end: int) -> np.ndarray:
     column, max_tokens = config.warm_start.answer_column, config.sampling.max_tokens
-    if prompt.columns.get(column) in (None, ""):
+    golds = golds_of(prompt.columns.get(column))
+    if not golds:
         raise DataError(
             f"learner.warm_start.steps = {config.warm_start.steps} needs answers, but row {prompt.prompt_id} of the "
             f"data has none in column {column!r}; its other columns are: {', '.join(prompt.columns) or 'none'}. Set "
             "learner.warm_start.answer_column to the column with the answers, or learner.warm_start.steps to 0"
         )
-    token_ids = tokenizer(str(prompt.columns[column]), add_special_tokens=False)["input_ids"]
+    token_ids = tokenizer(golds[0], add_special_tokens=False)["input_ids"]
     if len(token_ids) >= max_tokens:
         raise DataError(
             f"the answer in row {prompt.prompt_id} of the data has {len(token_ids)} tokens plus an end token, more "

@@ -6,6 +6,7 @@ from typing import Any
 
 ROWS = [{"prompt": f"{n}>", "answer": str(n)} for n in range(20, 30)]
 REWARDS = """
+import statistics
 import time
 
 def right(completions, answer, **row):
@@ -16,6 +17,9 @@ def length(completions, completion_ids, **row):
 
 def shortness(completions, **row):
     return [-float(len(text)) for text in completions]
+
+def deviation(completions, **row):
+    return [statistics.stdev(map(len, completions))] * len(completions)
 
 def broken(completions, **row):
     raise KeyError("no such column")

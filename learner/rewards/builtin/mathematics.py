@@ -55,7 +55,8 @@ class _Gold:
     def __init__(self, text: str) -> None:
         self._text, self._is_words, self._is_time = text, is_words(text), is_time(text)
         self._parsed = [] if self._is_words else _parsed_gold(with_mixed_numbers(text))
-        self._is_several = "," in text or "\\pm" in text
+        is_number = bool(self._parsed) and getattr(self._parsed[0], "is_number", False)  # 1,234 has a comma too
+        self._is_several = ("," in text and not is_number) or "\\pm" in text
         self.is_readable = bool(self._is_words or self._is_time or self._parsed)
 
     def is_met_by(self, text: str) -> bool:

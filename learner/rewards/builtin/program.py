@@ -21,6 +21,8 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from decimal import Decimal
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +40,14 @@ SHARED_OUT = 0.9
 """Share of timeout_s for running programs. The rest is for starting processes."""
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)```", re.DOTALL)
+_WORD = re.compile(r"\S+|\s+")
+_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d{1,4})?", re.ASCII)
 CAN_FAIL = (ast.Assert, ast.Raise, ast.For, ast.While, ast.If, ast.With, ast.Try)
+FUNCTION_TESTS = ("functional", "function_call")
+"""Types of tests that call a function, in LiveCodeBench and DeepCoder."""
 EXPECTED = (
     'Python code that raises if the program is wrong, a list of such statements, or a list of {"input": …, "output": …}'
+    " of whole programs. Write the calls of a function as Python: assert f(1) == 2"
 )
 
 
@@ -61,12 +68,13 @@ def passes_tests(
     log_metric: Callable[[str, float], None] = lambda name, value: None,
     **kwargs: Any,
 ) -> list[float | None]:
-    """Return 1 if the last code block of the answer passes the `tests` column, else 0.
+    """Return 1 if the program in the answer (`code_of`) passes the `tests` column, else 0.
 
     An empty column gives None. The column holds one of:
     - Python that raises if the program is wrong (`assert f(1) == 2`, or HumanEval's `test` with its call)
     - a list of such statements (MBPP)
-    - inputs and outputs: a list of `{"input": …, "output": …}`, or APPS' `{"inputs": […], "outputs": […]}`
+    - inputs and outputs of whole programs: a list of `{"input": …, "output": …}`, or APPS'
+      `{"inputs": […], "outputs": […]}`. Decimals are compared by their exact values, all else as text.
 
     Each program has an equal share of the time left of timeout_s, and 1 GiB of memory per process.
     """
@@ -89,8 +97,13 @@ def passes_tests(
 
 
 def code_of(answer: str) -> str:
-    """Return the last code block that is Python or unlabeled, else the whole answer."""
-    blocks = [code for language, code in _BLOCK.findall(answer) if language.lower() in ("", "python", "python3", "py")]
+    """Return the last Python block, else the last block without a language, else the whole answer.
+
+    A block without a language after the program usually shows its output.
+    """
+    found = _BLOCK.findall(answer)
+    blocks = [code for language, code in found if language.lower() in ("python", "python3", "py")]
+    blocks = blocks or [code for language, code in found if not language]
     return blocks[-1] if blocks else answer
 
 
@@ -109,13 +122,20 @@ def checks_of(column: Any) -> list[Check]:
             return [Check(_checked(column))]
         case list() if all(isinstance(one, str) for one in column):
             return [Check(_checked("\n".join(column)))]
-        case list() if all(isinstance(one, dict) and {"input", "output"} <= one.keys() for one in column):
+        case list() if all(
+            isinstance(one, dict) and {"input", "output"} <= one.keys() and not _calls_function(one) for one in column
+        ):
             return [Check(None, _text(one["input"]), _text(one["output"])) for one in column]
-        case {"inputs": list(inputs), "outputs": list(outputs), **more} if len(inputs) == len(outputs) and not more.get(
-            "fn_name"
+        case {"inputs": list(inputs), "outputs": list(outputs)} if len(inputs) == len(outputs) and not _calls_function(
+            column
         ):
             return [Check(None, _text(one), _text(other)) for one, other in zip(inputs, outputs, strict=True)]
     raise ValueError(f"column tests contains {shorten(column)}; expected {EXPECTED}")
+
+
+def _calls_function(tests: dict[str, Any]) -> bool:
+    """Return whether tests hold arguments and results of a function, not a program's input and output."""
+    return bool(tests.get("fn_name")) or (tests.get("testtype") or tests.get("type")) in FUNCTION_TESTS
 
 
 def _read(text: str) -> Any:
@@ -160,11 +180,22 @@ def run(code: str, check: Check, timeout_s: float, *, unconfined: bool = False) 
     result = _run_check(code, check, token, timeout_s, unconfined=unconfined)
     if check.tests is not None:
         return result.reported.startswith(token)  # a program that forked may report the token twice
-    return result.exit_code == 0 and _lines(result.printed) == _lines(check.expected)
+    return result.exit_code == 0 and _is_same_output(result.printed, check.expected)
 
 
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+def _is_same_output(printed: str, expected: str) -> bool:
+    """Compare outputs as text, except for white space at the ends of lines and the notation of decimals."""
+    texts = ("\n".join(map(str.rstrip, text.rstrip().splitlines())) for text in (printed, expected))
+    words = zip_longest(*(_WORD.finditer(text) for text in texts))
+    return all(one and other and _is_same_word(one[0], other[0]) for one, other in words)
+
+
+def _is_same_word(one: str, other: str) -> bool:
+    """Compare words as text, or by their exact values if one is a decimal: 0.50 equals 0.5, but 01 is not 1."""
+    if one == other:
+        return True
+    is_decimal = any(mark in one + other for mark in ".eE") and _NUMBER.fullmatch(one) and _NUMBER.fullmatch(other)
+    return bool(is_decimal) and Decimal(one) == Decimal(other)
 
 
 def why_not_confined() -> str | None:
@@ -191,12 +222,11 @@ def _run_check(code: str, check: Check, token: str, timeout_s: float, *, unconfi
         TimeoutError: If the time is up.
         OSError: If the program cannot be confined.
     """
-    mark = secrets.token_hex(16)  # random, so that no program can fake a host error
     with ExitStack() as cleanup:
-        files = [os.memfd_create(name) for name in ("given", "printed", "reported")]
+        files = [os.memfd_create(name) for name in ("given", "printed", "reported", "problem")]
         for descriptor in files:
             cleanup.callback(os.close, descriptor)
-        given, printed, reported = files
+        given, printed, reported, problem = files
         with open(given, "wb", closefd=False) as file:
             file.write(check.given.encode(errors="surrogateescape"))
         os.lseek(given, 0, os.SEEK_SET)
@@ -207,7 +237,6 @@ def _run_check(code: str, check: Check, token: str, timeout_s: float, *, unconfi
             "program": code,
             "tests": check.tests,
             "token": token,
-            "mark": mark,
             "folder": folder,
             "unconfined": unconfined,
             "parent": os.getpid(),
@@ -215,10 +244,9 @@ def _run_check(code: str, check: Check, token: str, timeout_s: float, *, unconfi
             "timeout_s": timeout_s,
         }
         exit_code = _run_host(json.dumps(order).encode(), files, folder, timeout_s)
-        result = ProgramResult(exit_code, _content(printed), _content(reported))
-        if result.reported.startswith(mark):
-            raise OSError(result.reported.removeprefix(mark))
-        return result
+        if text := _content(problem):
+            raise OSError(text)
+        return ProgramResult(exit_code, _content(printed), _content(reported))
 
 
 def _run_host(order: bytes, files: Sequence[int], folder: str, timeout_s: float) -> int:

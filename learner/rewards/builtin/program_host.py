@@ -2,13 +2,13 @@
 
 This script runs in a fresh interpreter and imports only the standard library.
 
-    program_host.py IN OUT REPORT    three open files, and the order as JSON on standard input
+    program_host.py IN OUT REPORT PROBLEM    four open files, and the order as JSON on standard input
     order ─▶ isolate ─▶ enter ─▶ give_up ─▶ program, reads IN, writes OUT ─▶ its tests ─▶ token, into REPORT
 
 Invariant: from its first line, the program sees no process but its own and no network. Its only files are the
 read-only ones of the interpreter and a folder in memory. It has no capabilities, and everything it starts
-ends with this process. If the kernel or container does not allow this, REPORT holds the error and the program
-does not run. Linux only.
+ends with this process. If the kernel or container does not allow this, PROBLEM holds the error and the program
+does not run. PROBLEM is closed before a program runs, so no program can fake an error. Linux only.
 """
 
 import ctypes
@@ -39,10 +39,10 @@ FIRST_USER = 1 << 20
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def main(given: str, out: str, report: str) -> None:
+def main(given: str, out: str, report: str, problem: str) -> None:
     """Read the order and run it."""
     order = json.load(sys.stdin)
-    is_confined, mark = not order["unconfined"], order.pop("mark")
+    is_confined = not order["unconfined"]
     try:
         end_with_parent(order["parent"])
         if is_confined:
@@ -52,13 +52,15 @@ def main(given: str, out: str, report: str) -> None:
         if is_confined:
             give_up(FIRST_USER + order["parent"])
     except OSError as error:
-        os.write(int(report), f"{mark}{error}".encode())
+        os.write(int(problem), str(error).encode())
         return
+    os.close(int(problem))
     for ours, theirs in ((int(given), 0), (int(out), 1), (os.open(os.devnull, os.O_WRONLY), 2)):
         os.dup2(ours, theirs)
     sys.stdin = os.fdopen(0, encoding="utf-8", errors="surrogateescape")
     sys.argv = ["program.py"]
     if order["tests"] is None:
+        os.close(int(report))
         exec(compile(order["program"], "program.py", "exec"), named("__main__"))  # noqa: S102  what this process is for
     else:
         test(order["program"], order["tests"], int(report), order["token"].encode())

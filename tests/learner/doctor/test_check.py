@@ -5,13 +5,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 import learner.doctor.check as module
 from learner.config import LearnerRun
-from learner.doctor.check import NUM_STEPS, check, findings_of, trial
+from learner.doctor.check import NUM_STEPS, check, findings_of, reward_findings, trial
 from learner.report.summary import read_metrics
 from learner.report.trackers import is_installed
+from learner.run_inputs import RunInputs
 from learner.train import train
 from protocol.config import load_config
 from protocol.doctor import ok, problem
@@ -58,8 +60,19 @@ def test_a_reward_that_prefers_noise_is_questioned(tmp_path: Path) -> None:
     assert verdict == "unknown" and text.startswith("right answers score no higher than noise (-99 and -")
 
 
-def test_data_without_answers_is_scored_only_on_noise(tmp_path: Path) -> None:
-    rows = [{"prompt": row["prompt"], "answer": None} for row in ROWS]
+def test_groups_of_the_first_right_answer_are_scored_after_reasoning_that_the_prompt_opened(tmp_path: Path) -> None:
+    functions = "--learner.reward.functions", "exact_match", f"{tmp_path}/rewards.py:deviation"
+    run_inputs = RunInputs(a_run(tmp_path, *functions, rows=[row | {"answer": [row["answer"], "0"]} for row in ROWS]))
+    prompt = run_inputs.prompts.prompt_at(0)
+    started: Any = {"prompt": [{"role": "assistant", "content": "Well: <think>"}], "prefill": "Well: <think>"}
+    for change in ({}, {"opens_reasoning": True}, started):
+        (exact, _) = reward_findings(run_inputs, [msgspec.structs.replace(prompt, **change)])
+        assert (exact.verdict, exact.text) == ("ok", "exact_match: 1 for the column 'answer', 0 for noise")
+
+
+@pytest.mark.parametrize("nothing", [None, [], " "], ids=str)
+def test_data_without_answers_is_scored_only_on_noise(tmp_path: Path, nothing: Any) -> None:
+    rows = [{"prompt": row["prompt"], "answer": nothing} for row in ROWS]
     first, second = results_of(a_run(tmp_path, functions=("shortness",), rows=rows), "rewards")
     assert first[0] == "ok" and "nothing for the column 'answer'" in first[1]
     assert second == ("unknown", "none of the first 8 prompts has an 'answer', so right answers could not be rated")

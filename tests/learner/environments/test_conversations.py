@@ -11,7 +11,7 @@ from learner.config import RewardConfig
 from learner.environments.answer import UnreadableAnswer
 from learner.environments.conversation import ChatConversation
 from learner.prompts.chat_template import ChatTemplate, TurnFormat
-from learner.rewards.builtin.text import exact_match
+from learner.rewards.builtin.text import exact_match, last_number
 from learner.rewards.call import Log, RewardCall, _arguments
 from learner.rewards.workers import RewardWorkers
 from tests.learner.environments.chat_tokenizer import DROPPING, END, KEEPING, call, chat_tokenizer
@@ -237,6 +237,16 @@ def test_reasoning_started_by_the_template_is_parsed_as_reasoning(keeping: ChatT
     # The template starts reasoning blocks itself, so the tool's answer follows the turn as it was recorded.
     assert shown(opening, turn_prompts[1]).count("<think>") == 2
     assert (episode.course.state, episode.course.num_calls, len(episode.branches)) == ("finished", 1, 1)
+
+
+def test_reasoning_that_never_ends_is_no_answer_of_an_episode() -> None:
+    opening = template(KEEPING, opens_reasoning=True)
+    for begun, content in ((QUESTION, ""), ([*QUESTION, {"role": "assistant", "content": "Well: <think>"}], "Well: ")):
+        script = script_of("maybe 42, but", reason="length", end="")
+        group, _ = play_group(script, "Calculator", prompt=begun, template=opening)
+        messages = group.episodes[0].messages
+        assert messages == [{"role": "assistant", "content": content + "<think>maybe 42, but"}]
+        assert last_number([messages], answer=["42"]) == [0.0]
 
 
 def test_a_turn_ended_by_a_stop_text_gets_the_end_token(keeping: ChatTemplate) -> None:

@@ -9,10 +9,12 @@ import pytest
 
 from learner.config import DataConfig, EvaluationConfig, LearnerRun
 from learner.evaluation import openai_client
-from learner.evaluation.eval_sets import evaluated_data
-from learner.evaluation.evaluate import evaluate
-from learner.evaluation.openai_client import EvaluationError
+from learner.evaluation.eval_sets import evaluated_data, sets_of
+from learner.evaluation.evaluate import evaluate, summarize_ratings
+from learner.evaluation.openai_client import EvaluationError, PromptAnswers
 from learner.evaluation.results import Evaluation, format_evaluation
+from learner.rewards.workers import FunctionRewards, GroupRewards
+from learner.run_inputs import RunInputs
 from protocol.config import load_config, to_toml
 from protocol.errors import ConfigError, RewardError
 from tests.learner.in_process import run_here
@@ -87,6 +89,21 @@ def test_pass_at_k_and_the_majority_are_reported_for_several_samples(tmp_path: P
     assert made.reward is not None and made.reward.mean == pytest.approx(0.625)
     seeds = {body["seed"] + sample for body in openai.requests for sample in range(4)}
     assert len(seeds) == 10 * 4, "samples with one seed would share their random numbers"
+
+
+@pytest.mark.parametrize("start", [{"opens_reasoning": True}, {"prefill": "Well: <think>"}])
+def test_reasoning_that_never_ends_does_not_vote_for_the_majority(tmp_path: Path, start: dict[str, Any]) -> None:
+    run = a_run(tmp_path, None, "--learner.evaluation.num-samples", "5", "--learner.evaluation.temperature", "1.0")
+    (eval_set,) = sets_of(RunInputs(run))
+    eval_set.prompts = [msgspec.structs.replace(eval_set.prompts[0], **start)]
+    texts, rewards = (
+        ["\\boxed{7} or", "a</think>7", "b</think>8", "c</think>8", "d</think>7"],
+        [0.0, 1.0, 0.0, 0.0, 1.0],
+    )
+    answers = PromptAnswers(texts, None, 5, [True] * 5, None)
+    rated = GroupRewards(rewards=list(rewards), functions=[FunctionRewards(name="right", rewards=list(rewards))])
+    made = summarize_ratings(eval_set, "tiny", [answers], [rated])
+    assert made.majority is not None and made.majority.mean == 1.0
 
 
 def test_the_evaluation_waits_for_an_unavailable_server_and_reports_it_once(

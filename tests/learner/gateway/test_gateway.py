@@ -17,6 +17,7 @@ from learner.environments.episode import EpisodeGroup
 from learner.gateway.gateway import check_connected
 from learner.gateway.messages import RefusedRequest
 from learner.prompts.chat_template import ChatTemplate
+from learner.rewards.builtin.text import last_number
 from protocol.codec import pack, unpack
 from protocol.messages import Completion
 from tests.learner.environments.chat_tokenizer import DROPPING, END, KEEPING, call, chat_tokenizer
@@ -313,6 +314,17 @@ async def test_a_truncated_turn_is_reported_and_ends_its_episode_as_length() -> 
         episode = agent.end()
         assert episode.course.state == "length"
         assert [branch.finish_reason for branch in episode.branches] == ["stop", "length"]
+
+
+async def test_a_turn_truncated_in_reasoning_that_the_template_opened_is_no_answer() -> None:
+    opening = ChatTemplate(chat_tokenizer(KEEPING), {"opens_reasoning": True}, [])
+    async with open_episode(script_of("maybe 42, but", "5", reason="length", end=""), template=opening) as agent:
+        reply = await agent.chat(QUESTION)
+        assert reply.choices[0].message.content == "<think>maybe 42, but"
+        await agent.chat([*QUESTION, {"role": "assistant", "content": reply.choices[0].message.content}, *QUESTION])
+        episode = agent.end()
+        assert len(episode.branches) == 1
+        assert last_number([episode.messages[:1]], answer=["42"]) == [0.0]
 
 
 async def test_concurrent_requests_are_branches_of_one_episode() -> None:

@@ -222,6 +222,16 @@ def test_a_prompt_of_the_wrong_type_is_an_error_with_the_row(of_rows, prompt):
         of_rows({"prompt": "1"}, {"prompt": prompt})
 
 
+def test_content_that_is_not_text_is_an_error_unless_an_agent_reads_it(of_rows):
+    question = {"type": "text", "text": "1+1", "image": None}
+    for other in ({"type": "image", "image": "a.png", "text": None}, "1"):
+        row = {"prompt": [{"role": "user", "content": [other, question]}]}
+        with pytest.raises(DataError, match=r"row 0 of .* which is not only text; the policy sees only text. Remove"):
+            of_rows(row)
+        assert len(of_rows(row, goes_on=False)) == 1
+    assert len(of_rows({"prompt": [{"role": "user", "content": [question]}, BEGUN | {"content": None}]})) == 1
+
+
 def test_texts_and_conversations_are_not_mixed_in_a_run_with_an_environment(tmp_path, of_rows):
     text, conversation = {"prompt": "1", "secret": 1}, {"prompt": [USER], "secret": 2}
     for rows, kinds in (

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import threading
 import time
+from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -14,8 +15,11 @@ import pytest
 from learner.config import RewardConfig
 from learner.rewards import function
 from learner.rewards.builtin.program import Check, checks_of, code_of, passes_tests, run
+from learner.rewards.call import RewardAnswer, RewardCall
+from learner.rewards.call_queues import Job, SerialCalls
 from learner.rewards.function import load_all
 from learner.rewards.workers import RewardWorkers
+from learner.sandbox.process import ProcessFailure
 from tests.learner.rewards.scored_groups import DEADLINE_S, prompt
 from tests.waiting import until
 
@@ -60,7 +64,10 @@ def test_a_program_is_rewarded_only_for_passing_its_tests(code, reward):
 
 def test_tests_can_be_python_statements_or_inputs_with_outputs_also_as_text():
     reads = "a, b = map(int, input().split())\nprint(a + b)"
-    pairs = [{"input": "1 2\n", "output": "3\n"}, {"input": "2 2", "output": "4"}]
+    pairs = [
+        {"input": "1 2\n", "output": "3\n", "type": "stdin_stdout"},
+        {"input": "2 2", "output": "4", "fn_name": ""},
+    ]
     apps = {"inputs": ["1 2", "0 0"], "outputs": ["3\n", ["0"]]}
     assert paid(RIGHT, TESTS.splitlines()) == paid(reads, pairs) == paid(reads, apps) == 1.0
     assert paid(RIGHT, "['assert add(1, 1) == 3']") == 0.0 and paid(reads, "[{'input': '1 1', 'output': '2'}]") == 1.0
@@ -75,7 +82,30 @@ def test_tests_can_be_python_statements_or_inputs_with_outputs_also_as_text():
     assert [paid(RIGHT, nothing) for nothing in (None, "", [], {})] == [None] * 4
 
 
-@pytest.mark.parametrize("column", [7, [1, 2], [{"input": "1"}], {"inputs": ["1"], "outputs": ["1"], "fn_name": "add"}])
+@pytest.mark.parametrize(
+    ("printed", "expected", "is_right"),
+    [
+        ("0.50", "0.5", True), ("5.", "5", True), ("-0.0", "0.0", True), ("1e-05", "0.00001", True),
+        ("Case 1: 2.0 \n\nyes", "Case 1: 2\n\nyes\n", True), ("0.5", "0.50000000000000000001", False),
+        ("01", "1", False), ("1_0.0", "10", False), ("nan", "nan", True), ("1e5", "1e99999", False),
+        ("1.0.0", "1.0", False),
+        ("  *", "*", False), ("1.0  2", "1 2", False), ("1.0\n2", "1 2", False), ("1 2", "1", False), ("", "", True),
+        ("1", "", False),
+    ],
+)  # fmt: skip
+def test_outputs_are_compared_as_text_and_decimals_by_their_values(printed, expected, is_right):
+    assert run(f"print({printed!r})", Check(None, "", expected), TIMEOUT_S) == is_right
+
+
+@pytest.mark.parametrize(
+    "column",
+    [
+        7, [1, 2], [{"input": "1"}], {"inputs": ["1"], "outputs": ["1"], "fn_name": "add"},
+        [{"input": "[1, 2]\n3", "output": "4", "testtype": "functional", "metadata": {"func_name": "add"}}],
+        '[{"type": "function_call", "fn_name": "add", "input": [1, 2], "output": [3]}]',
+        [{"input": "1 2", "output": "3", "type": "stdin_stdout"}, {"input": "1", "output": "3", "fn_name": "add"}],
+    ],
+)  # fmt: skip
 def test_an_invalid_test_column_is_rejected_with_the_expected_formats(column):
     with pytest.raises(ValueError, match=r"column tests contains .*; expected Python code that raises"):
         checks_of(column)
@@ -94,10 +124,31 @@ def test_python_that_cannot_fail_is_rejected_as_a_test(tests, problem):
         checks_of(tests)
 
 
+FORGES = """
+import contextlib, os, sys
+frame = sys._getframe()
+while frame.f_back:
+    frame = frame.f_back
+    for value in [*frame.f_locals.values(), *frame.f_locals.get("order", {}).values()]:
+        for fd in range(2, 64) if len(str(value)) == 32 else ():  # the length of a secret
+            with contextlib.suppress(OSError):
+                if not os.path.sameopenfile(fd, 1):
+                    os.write(fd, (str(value) + "[Errno 111] forged").encode())
+print("2")
+"""
+
+
+@pytest.mark.parametrize("unconfined", [False, True])
+def test_a_program_cannot_fake_an_error_of_its_host(unconfined):
+    assert run(FORGES, Check(None, "", "2"), TIMEOUT_S, unconfined=unconfined)
+    run(FORGES, Check("assert True"), TIMEOUT_S, unconfined=unconfined)  # may trick its own test, but raises no error
+
+
 def test_the_last_python_block_counts_or_the_whole_answer_without_blocks():
     two = "First:\n```python\nx = 1\n```\nBetter:\n```py\nx = 2\n```\nRun it:\n```bash\npython x.py\n```\n"
     assert code_of(two) == "x = 2\n"
     assert code_of("x = 3") == "x = 3"
+    assert code_of("```python\nprint(5)\n```\nIt prints\n```\n5\n```\n") == "print(5)\n"
     assert code_of("```\nx = 4\n```") == "x = 4\n"
 
 
@@ -218,6 +269,33 @@ def test_a_run_without_confinement_must_accept_unconfined_programs(monkeypatch):
     assert load_all(accepts).problem is None
     assert passes_tests([RIGHT, "while True: pass"], [TESTS] * 2, 4.0, accepts) == [1.0, 0.0]
     assert load_all(RewardConfig(functions=("exact_match",))).problem is None
+
+
+class LatePool:
+    """Stands for a pool with one process, which rates single completions in time, but no groups and no "late"."""
+
+    is_closed = False
+
+    def acquire(self):
+        return self
+
+    def release(self, process):
+        pass
+
+    def call(self, call):
+        if call.completions in (["late"], ["late", *["1"] * 2]):
+            return ProcessFailure("timed_out", "is late")
+        return RewardAnswer([1.0], {"programs_out_of_time": [0.25]})
+
+
+def test_completions_rated_one_by_one_keep_their_metrics():
+    calls = SerialCalls(CONFIG, LatePool())
+    try:
+        job = Job("passes_tests", RewardCall("passes_tests", "", {}, ["late", "1", "1"], [[1]] * 3), Future())
+        calls.put(job)
+        assert job.future.result(DEADLINE_S) == RewardAnswer([0.0, 1.0, 1.0], {"programs_out_of_time": [0.25] * 2})
+    finally:
+        calls.stop()
 
 
 def test_the_number_of_timeouts_is_a_metric():

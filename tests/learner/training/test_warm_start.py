@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 from learner.config import LearnerRun
 from learner.forward.packing_check import choose_attention
 from learner.policy.model import load_policy, load_tokenizer
-from learner.prompts.prompts import Prompts
+from learner.prompts.prompts import Prompt, Prompts
 from learner.run_inputs import RunInputs
 from learner.storage.checkpoint import find_checkpoint
 from learner.train import train
-from learner.training.warm_start import warm_start
+from learner.training.warm_start import answer_rows, warm_start
 from protocol.errors import DataError, RewardError
 from protocol.model_files import resolve_model
 from tests.learner.model_engine import ModelEngine, tiny_server
@@ -117,6 +117,17 @@ def test_data_without_answers_is_refused_with_the_columns_it_has(tmp_path: Path)
         warmed(make_run(tmp_path, "tcp://x:1", data=data, warm_start=WARM))
     named = make_run(tmp_path, "tcp://x:1", data=data, warm_start=WARM | {"answer_column": "solution"})
     assert warmed(named)[1] > 0
+
+
+def test_the_first_of_several_answers_is_learned(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "tcp://x:1", warm_start=WARM)
+    tokenizer = RunInputs(run).tokenizer
+    prompts = [
+        Prompt(prompt_id=0, prompt="1>", token_ids=[1], columns={"answer": one}) for one in ("21", ["21", "7"], 21.0)
+    ]
+    rows = answer_rows(prompts, tokenizer, run.learner, end=0)
+    text, *others = [row.branch.token_ids.tolist() for row in rows]
+    assert others == [text, text] == [[*tokenizer.encode("21", add_special_tokens=False), 0]] * 2
 
 
 def test_an_answer_longer_than_a_completion_is_refused(tmp_path: Path) -> None:
