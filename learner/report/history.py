@@ -25,13 +25,25 @@ MAX_POINTS = 500
 LOOK_UP_EVERY = 1000
 """Number of lines between two checks whether to give up."""
 CHARTS_EVERY_S = 2.0
+GOLDEN = 0x9E3779B1
+"""2^32 ÷ the golden ratio."""
 STEP = re.compile(rb'\{"step": (\d+)[,}]')
 
 StepMetrics = Mapping[str, float]
 
 
+def is_kept(step: int, stride: int) -> bool:
+    """Return whether a step is among the share of 1/stride that the page gets.
+
+    These steps are spread evenly, but at no fixed distance: it could be in phase with something that the run does
+    at every n-th step, such as a checkpoint. Multiplicative hashing by the golden ratio (Knuth, TAOCP 3, 6.4) does
+    this. If the stride doubles, steps are only removed.
+    """
+    return ((step - 1) * GOLDEN & 0xFFFFFFFF) * stride < 1 << 32
+
+
 class History:
-    """The newest step and up to MAX_POINTS evenly spaced steps of a run, encoded once.
+    """The newest step and up to MAX_POINTS steps of a run, spread evenly, encoded once.
 
     A step that is not newer than the newest one replaces all steps from it on: the run was resumed before it.
     """
@@ -48,11 +60,11 @@ class History:
         if step <= self.newest_step:
             self._point_of = {kept: point for kept, point in self._point_of.items() if kept < step}
         self.newest_step, self.newest, self._newest_point = step, metrics, encoded(step, metrics)
-        if (step - 1) % self._stride == 0:
+        if is_kept(step, self._stride):
             self._point_of[step] = self._newest_point
         while len(self._point_of) >= MAX_POINTS:
             self._stride *= 2
-            self._point_of = {kept: p for kept, p in self._point_of.items() if (kept - 1) % self._stride == 0}
+            self._point_of = {kept: p for kept, p in self._point_of.items() if is_kept(kept, self._stride)}
         return self._newest_point
 
     def points(self) -> bytes:
@@ -116,11 +128,11 @@ def read_history(path: Path, give_up: Callable[[], bool]) -> History:
     with path.open("rb") as file:
         offset_of = _offsets(file, path, give_up)
         stride = 1
-        while sum((step - 1) % stride == 0 for step in offset_of) >= MAX_POINTS:
+        while sum(is_kept(step, stride) for step in offset_of) >= MAX_POINTS:
             stride *= 2
         history, newest = History(stride), max(offset_of, default=0)
         for step, offset in offset_of.items():
-            if step == newest or (step - 1) % stride == 0:
+            if step == newest or is_kept(step, stride):
                 file.seek(offset)
                 history.add(step, current_metrics(json.loads(file.readline())))
     return history
