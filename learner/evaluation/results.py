@@ -19,6 +19,7 @@ import numpy as np
 
 from learner.rewards.builtin.answers import short_answer
 from learner.storage.files import JsonLinesFile, replace_file, whole_lines
+from protocol.endpoint import NO_VERSION
 from protocol.errors import ConfigError
 
 LEVEL = 0.95
@@ -152,7 +153,10 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     url: str
     model: str
     versions: tuple[int, int] | None
-    """Oldest and newest version that sampled a token. None: the server does not report them."""
+    """Oldest and newest version that sampled a token, NO_VERSION for weights that no run has updated.
+
+    None: the server does not report them.
+    """
     num_prompts: int
     num_samples: int
     temperature: float
@@ -318,7 +322,8 @@ def metrics_of(made: Evaluation) -> dict[str, float]:
 
 
 def describe_versions(versions: tuple[int, int] | None, otherwise: str) -> str:
-    if versions is None:
+    """Name the policy versions, or return `otherwise` for weights that no run has updated."""
+    if versions is None or versions[1] == NO_VERSION:
         return otherwise
     low, high = versions
     return f"policy version {low}" if low == high else f"policy versions {low} to {high}"

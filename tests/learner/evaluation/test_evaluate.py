@@ -77,6 +77,13 @@ def test_an_evaluation_is_compared_per_prompt_with_the_previous_comparable_one(
     assert "difference to policy versions 3 to 4: 0.2  [-" in expected and "by policy versions 7 to 8" in expected
 
 
+def test_weights_that_no_run_has_updated_are_named_as_their_model(tmp_path: Path, openai: OpenAIServer) -> None:
+    openai.num_untrained = 20
+    evaluate(a_run(tmp_path, openai))
+    text = format_evaluation(evaluate(a_run(tmp_path, openai))[0])
+    assert "by a model, " in text and "difference to the previous evaluation: 0 " in text
+
+
 def test_pass_at_k_and_the_majority_are_reported_for_several_samples(tmp_path: Path, openai: OpenAIServer) -> None:
     openai.answer = lambda prompt, count: (
         [prompt[:-1]] + ["9"] * (count - 1) if prompt[1] < "5" else [prompt[:-1]] * count
