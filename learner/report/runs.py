@@ -21,7 +21,7 @@ from learner.storage.files import last_line
 
 MAX_DEPTH = 3
 """Maximum number of directories between the given directory and a run."""
-LOCKS = Path("/proc/locks")
+LOCKS, MOUNTS = Path("/proc/locks"), Path("/proc/self/mountinfo")
 
 RunState = Literal["running", "finished", "stopped", "unreadable"]
 
@@ -72,7 +72,7 @@ def read_run(path: Path, locked: set[tuple[int, int]]) -> ListedRun:
         if not isinstance(newest, dict):
             raise ValueError(f"the last line of {metrics} is a JSON {type(newest).__name__}; expected an object")
         step, lock = int(newest.get("step", 0)), path / ".lock"
-        is_open = lock.exists() and (lock.stat().st_dev, lock.stat().st_ino) in locked
+        is_open = bool(locked) and lock.exists() and (device_of(lock), lock.stat().st_ino) in locked
     except (OSError, ValueError, KeyError, TypeError) as error:
         return ListedRun(path=str(path), state="unreadable", problem=f"{type(error).__name__}: {error}")
     return ListedRun(
@@ -99,6 +99,26 @@ def locked_files() -> set[tuple[int, int]]:
             major, minor, inode = device_and_inode.split(":")
             locked.add((os.makedev(int(major, 16), int(minor, 16)), int(inode)))
     return locked
+
+
+def device_of(path: Path) -> int:
+    """Return the device that LOCKS shows for a file: that of its mount.
+
+    It differs from st_dev on btrfs, where each subvolume has its own, and on overlayfs.
+    """
+    descriptor = os.open(path, os.O_PATH)
+    try:
+        info = Path(f"/proc/self/fdinfo/{descriptor}").read_text("utf-8")
+        st_dev = os.stat(descriptor).st_dev
+    finally:
+        os.close(descriptor)
+    (mount,) = (line.split()[1] for line in info.splitlines() if line.startswith("mnt_id:"))
+    for line in MOUNTS.read_text("utf-8").splitlines():
+        number, _, device, *_ = line.split()
+        if number == mount:
+            major, minor = device.split(":")
+            return os.makedev(int(major), int(minor))
+    return st_dev  # a mount outside of a chroot is not listed
 
 
 def _run_dirs(directory: Path, depth: int) -> Iterator[Path]:

@@ -1,6 +1,9 @@
 """`learner runs`: its output for runs that are running, ended, stopped or unreadable."""
 
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -50,6 +53,27 @@ def test_running_ended_and_stopped_runs_are_distinguished(tmp_path: Path) -> Non
     assert found[3].reward is None and found[3].newest_at is None
     going.close()
     assert list_runs(tmp_path)[0].state == "stopped"
+
+
+OTHER_DEVICE = """
+mount -t tmpfs none "$0" && cd "$0" && mkdir lower upper work merged && mount -t tmpfs none lower &&
+mount -t overlay none -o lowerdir=lower,upperdir=upper,workdir=work merged || exit 77
+mkdir merged/run && cp "$1" merged/run/config.toml && exec flock merged/run/.lock "$2" -m learner runs merged --json
+"""
+
+
+@pytest.mark.system
+def test_a_run_on_a_file_system_with_device_numbers_of_its_own_is_running(tmp_path: Path) -> None:
+    begin(tmp_path / "run", steps=9).close()
+    (tmp_path / "mount").mkdir()
+    command = ["unshare", "--map-root-user", "--mount", "sh", "-c", OTHER_DEVICE, str(tmp_path / "mount")]
+    listed = subprocess.run(
+        [*command, str(tmp_path / "run" / "config.toml"), sys.executable],
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    if listed.returncode == 77 or listed.stderr.startswith("unshare: "):
+        pytest.skip(f"this machine lets nobody mount an overlay: {listed.stderr}")
+    assert [run["state"] for run in json.loads(listed.stdout)] == ["running"], listed.stderr
 
 
 def test_listing_a_run_never_blocks_its_learner(tmp_path: Path) -> None:
