@@ -108,9 +108,9 @@ class Prompts:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Number of prompts that the token limit dropped or truncated, if any."""
+        """Number of prompts that the token limit dropped or truncated, unless these are errors."""
         done = {"drop": "dropped", "truncate": "truncated"}.get(self._config.overlong_prompts)
-        return {f"data/{done}_prompts": float(self.num_too_long)} if self.num_too_long else {}
+        return {f"data/{done}_prompts": float(self.num_too_long)} if done else {}
 
     def check_one_kind(self, used_by: str) -> None:
         """Raise DataError if some prompts are texts and others conversations, which `used_by` cannot play."""

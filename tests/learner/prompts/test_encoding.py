@@ -143,6 +143,8 @@ def test_overlong_prompts_are_dropped_and_others_keep_their_ids(
     (line,) = caplog.messages[:1]
     assert "dropped 3 of 6 prompts with more than learner.data.max_prompt_tokens = 4 tokens" in line
     assert "row 1 of" in line
+    none_dropped = of_rows(*OF_LENGTHS, max_prompt_tokens=7, overlong_prompts="drop")
+    assert none_dropped.metrics == {"data/dropped_prompts": 0.0} and of_rows(*OF_LENGTHS).metrics == {}
 
 
 def test_overlong_prompts_are_truncated_at_the_start(tokenizer: PreTrainedTokenizerBase, of_rows: OfRows) -> None:
