@@ -10,13 +10,13 @@ policy has no reward.
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 import numpy as np
 
 from learner.config import LearnerRun
-from learner.environments.episode import REWARDED, EpisodeGroup, num_sampled
+from learner.environments.episode import REWARDED, EndState, EpisodeGroup, num_sampled
 from learner.environments.player import TurnPrompt, TurnResult
 from learner.evaluation.eval_sets import EvalSet
 from learner.evaluation.openai_client import (
@@ -168,7 +168,7 @@ async def rate_played(eval_set: EvalSet, workers: RewardWorkers, prompt: Prompt,
 
 
 def ends_of(answers: Sequence[PromptAnswers]) -> tuple[dict[str, int], float]:
-    """Return the number of episodes by end state, and the mean number of turns.
+    """Return the number of episodes by end state, also 0, and the mean number of turns.
 
     All answers must be played.
     """
@@ -180,7 +180,7 @@ def ends_of(answers: Sequence[PromptAnswers]) -> tuple[dict[str, int], float]:
         ends.update(course.state for course in courses)
         ends[SILENT] += len(answer.is_finished_K) - len(courses)
         num_turns += sum(course.num_turns for course in courses)
-    return {state: count for state, count in ends.items() if count}, num_turns / ends.total()
+    return {state: ends[state] for state in (*get_args(EndState), SILENT)}, num_turns / ends.total()
 
 
 def filled(values: Sequence[T], count: int, rest: T) -> list[T]:

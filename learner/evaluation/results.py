@@ -266,7 +266,7 @@ def format_evaluation(made: Evaluation) -> str:
     lines += [f"  {name:{width}}  {'–' if value is None else value}" for name, value in rows]
     lines.append(f"  {made.truncated_frac:.1%} truncated, {made.length_mean:,.0f} tokens on average; 95 % intervals")
     if made.turns_mean is not None:
-        ends = ", ".join(f"{count:,} {state}" for state, count in made.ends.items())
+        ends = ", ".join(f"{count:,} {state}" for state, count in made.ends.items() if count)
         lines.append(f"  episodes ended: {ends}; {made.turns_mean:.1f} turns on average")
     if made.difference is not None:
         before = describe_versions(made.before, "the previous evaluation")

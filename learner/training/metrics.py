@@ -19,7 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 import psutil
@@ -30,7 +30,7 @@ from learner.algorithm.credit import anchored_frac
 from learner.algorithm.loss import Sums
 from learner.config import LearnerConfig
 from learner.config.rewards import MAX_TURNS
-from learner.environments.episode import TokenSequence
+from learner.environments.episode import EndState, TokenSequence
 from learner.policy.memory import GIB
 from learner.policy.model_shape import ModelShape
 from learner.rollouts.rollout_group import RolloutGroup
@@ -156,7 +156,8 @@ def episode_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
         "episode/environment_tokens": float(num_others),
         "episode/environment_seconds": statistics.fmean(course.environment_s for course in courses),
     }
-    metrics |= {f"episode/{state}": float(count) for state, count in Counter(one.state for one in courses).items()}
+    ends = Counter(course.state for course in courses)
+    metrics |= {f"episode/{state}": float(ends[state]) for state in get_args(EndState)}
     if num_prompt_tokens:
         metrics["episode/cached_frac"] = sum(course.num_cached_tokens for course in courses) / num_prompt_tokens
     return metrics | turn_metrics(groups)

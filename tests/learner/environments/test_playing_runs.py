@@ -4,12 +4,13 @@ import shutil
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 
 from inference_server.engine.interface import Sampled
+from learner.environments.episode import EndState
 from learner.rollouts.ledger import Ledger
 from learner.train import train
 from protocol.messages import Sampling
@@ -56,8 +57,8 @@ def test_every_episode_follows_the_rules_on_one_server_and_is_trained_once_with_
     for line in metrics:
         assert line["policy/mismatch_abs_logprob"] < TOLERANCE if "policy/mismatch_abs_logprob" in line else True
         assert 1 <= line["episode/turns_mean"] <= 4 and line["episode/environment_seconds"] > 0
-        states = {name for name in line if name in ("episode/finished", "episode/length", "episode/max_turns")}
-        assert sum(line[name] for name in states) == 12
+        ends = {state: line[f"episode/{state}"] for state in get_args(EndState)}
+        assert sum(ends[state] for state in ("finished", "length", "max_turns")) == sum(ends.values()) == 12
         assert 0 <= line["reward/environment_reward"] <= 1
         assert player == AGENT or line["reward/is_done"] == pytest.approx(line["reward/environment_reward"])
         assert is_by_turn == ("reward/turn_mean" in line) == ("reward/turn_1" in line) and "reward/turn_5" not in line

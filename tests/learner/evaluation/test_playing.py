@@ -2,12 +2,14 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from learner.config import LearnerRun
 from learner.environments.builtin import HIGHER, LOWER
+from learner.environments.episode import EndState
+from learner.evaluation.episodes import SILENT
 from learner.evaluation.eval_sets import sets_of
 from learner.evaluation.evaluate import evaluate
 from learner.evaluation.openai_client import EvaluationError
@@ -44,6 +46,10 @@ def evaluated(tmp_path: Path, url: str, evaluation: dict[str, Any] | None = None
     return playing_run(tmp_path, "tcp://127.0.0.1:1", evaluation=request, **learner)
 
 
+def ended(**counts: int) -> dict[str, int]:
+    return dict.fromkeys((*get_args(EndState), SILENT), 0) | counts
+
+
 AS_BOTH = pytest.mark.parametrize("environment", [{}, {"environment": AGENT}], ids=["environment", "agent"])
 
 
@@ -53,7 +59,7 @@ def test_a_bisecting_policy_guesses_every_secret_with_an_environment_and_an_agen
 ) -> None:
     (made,) = evaluate(evaluated(tmp_path, bisecting.url, **environment))
     assert made.reward is not None and made.reward.mean == 1.0 and made.rewards_P == [1.0] * NUM_PROMPTS
-    assert made.ends == {"finished": NUM_PROMPTS} and made.truncated_frac == 0.0 and made.versions == (3, 4)
+    assert made.ends == ended(finished=NUM_PROMPTS) and made.truncated_frac == 0.0 and made.versions == (3, 4)
     assert made.turns_mean is not None and len(bisecting.requests) == made.turns_mean * NUM_PROMPTS
     turns = Counter(len(request["prompt"]) for request in bisecting.requests)
     assert turns[1] == NUM_PROMPTS and set(turns) <= {1, 3, 5, 7}, "each prompt has all earlier tokens"
@@ -62,7 +68,7 @@ def test_a_bisecting_policy_guesses_every_secret_with_an_environment_and_an_agen
     }
     assert not any(request["skip_special_tokens"] for request in bisecting.requests), "a stop may be a special token"
     assert made.length_mean == made.turns_mean, "a guess is one token"
-    assert f"episodes ended: {NUM_PROMPTS} finished" in format_evaluation(made)
+    assert f"episodes ended: {NUM_PROMPTS} finished;" in format_evaluation(made)
 
 
 def test_a_policy_that_ignores_feedback_is_right_by_chance_and_ends_at_the_turn_limit(
@@ -75,7 +81,7 @@ def test_a_policy_that_ignores_feedback_is_right_by_chance_and_ends_at_the_turn_
     expected = [float(prompt.columns["secret"] == 4) for prompt in eval_set.prompts]
     assert made.rewards_P == expected and 0 < sum(expected) < NUM_PROMPTS
     num_right = 2 * int(sum(expected))
-    assert made.ends == {"finished": num_right, "max_turns": 2 * NUM_PROMPTS - num_right}
+    assert made.ends == ended(finished=num_right, max_turns=2 * NUM_PROMPTS - num_right)
     assert made.truncated_frac == pytest.approx(1 - num_right / (2 * NUM_PROMPTS)) and made.majority is None
     assert made.reward_finished is not None and made.reward_finished.mean == 1.0
     assert len({request["seed"] for request in openai.requests}) == len(openai.requests), "every turn has another seed"
@@ -84,7 +90,7 @@ def test_a_policy_that_ignores_feedback_is_right_by_chance_and_ends_at_the_turn_
 def test_an_aborted_episode_is_counted_but_excluded_from_means(tmp_path: Path, openai: OpenAIServer) -> None:
     openai.answer = lambda prompt, count: ["4"] * count
     (made,) = evaluate(evaluated(tmp_path, openai.url, environment=FICKLE))
-    assert made.ends == {"env_error": NUM_PROMPTS} and made.reward is None
+    assert made.ends == ended(env_error=NUM_PROMPTS) and made.reward is None
     assert made.rewards_P == [None] * NUM_PROMPTS
 
 
@@ -101,7 +107,7 @@ def test_episodes_need_token_ids_and_a_limit(tmp_path: Path, bisecting: OpenAISe
     with pytest.raises(EvaluationError, match=r"set learner\.environment\.max_episode_tokens"):
         evaluate(evaluated(tmp_path, bisecting.url))
     limited = {"factory": "guess", "max_turns": 4, "max_episode_tokens": 64}
-    assert evaluate(evaluated(tmp_path, bisecting.url, environment=limited))[0].ends == {"finished": NUM_PROMPTS}
+    assert evaluate(evaluated(tmp_path, bisecting.url, environment=limited))[0].ends == ended(finished=NUM_PROMPTS)
     bisecting.tells_tokens = False
     with pytest.raises(EvaluationError, match="does not return the token ids of its answers"):
         evaluate(evaluated(tmp_path, bisecting.url, environment=limited))
@@ -130,8 +136,9 @@ def test_a_run_with_episodes_is_evaluated_during_training(
     path = Path(run.run_dir)
     made = earlier(path / FILE)
     assert [(one.step, one.ends, one.rewards_P) for one in made] == [
-        (step, {"finished": NUM_PROMPTS}, [1.0] * NUM_PROMPTS) for step in (2, 4)
+        (step, ended(finished=NUM_PROMPTS), [1.0] * NUM_PROMPTS) for step in (2, 4)
     ]
     reply = read_metrics(path)[-1]
     assert (reply["evaluation/reward"], reply["evaluation/ended_finished"]) == (1.0, NUM_PROMPTS)
+    assert reply["evaluation/ended_aborted"] == 0.0
     assert reply["evaluation/turns_mean"] == made[-1].turns_mean
