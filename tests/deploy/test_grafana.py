@@ -6,6 +6,8 @@ A real server's metrics are checked in tests/inference_server/test_vllm.py.
 import re
 from pathlib import Path
 
+import pytest
+
 from learner.report.dashboard import NewestStep
 from learner.report.history import History
 from learner.train import train
@@ -41,7 +43,15 @@ def test_expressions_are_a_metric_or_the_rate_of_a_counter() -> None:
             assert expression == "slipstream_engine_restarts_total", "only this counter is shown as a total"
 
 
-def test_a_learner_has_every_queried_metric(tmp_path: Path) -> None:
+def test_a_panel_in_shares_of_time_is_of_one_source() -> None:
+    (idle,) = (panel for panel in panels() if panel["title"] == "Idle time")
+    assert {target["expr"] for target in idle["targets"]} <= asked_of_learner(), "a server's average is since its start"
+
+
+def test_a_learner_has_every_queried_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "inference_server.server.PULSE_INTERVAL_S", 0.03
+    )  # idle times come with it, also in a short run
     with tiny_server() as server, openai_server() as openai:
         openai.of(server)
         evaluation = {"url": openai.url, "every_steps": 2, "timeout_s": 30}
