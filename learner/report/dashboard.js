@@ -1,6 +1,6 @@
 // The live page: tiles from the event stream at each step; charts and completions from the server, less often.
 "use strict";
-const MAX_POINTS = 1000, PAUSE_MS = 2000;
+const MAX_POINTS = 1000, NUM_NEWEST = 10, PAUSE_MS = 2000;
 const byId = (id) => document.getElementById(id), numSteps = Number(document.body.dataset.steps);
 const long = (v) => v < 60 ? `${Math.round(v)} s` : v < 3600 ? `${Math.floor(v / 60)} min ${Math.round(v % 60)} s`
   : `${Math.floor(v / 3600)} h ${Math.floor(v % 3600 / 60)} min`;
@@ -13,7 +13,7 @@ function make(parent, tag, attributes = {}, text = "") {
   return parent.appendChild(made);
 }
 const mean = (values) => values.length ? values.reduce((sum, v) => sum + v, 0) / values.length : null;
-const recent = (name, count = 10) => points.slice(-count).map((p) => p[name]).filter(Number.isFinite);
+const recent = (name, count = NUM_NEWEST) => points.slice(-count).map((p) => p[name]).filter(Number.isFinite);
 function drawTiles() {
   const newest = points[points.length - 1], left = numSteps - newest.step;
   const or = (v, format) => v === null ? "–" : format(v);
@@ -90,7 +90,7 @@ events.onmessage = (event) => {
   const point = JSON.parse(event.data);
   if (points.length && point.step <= points[points.length - 1].step) points = points.filter((p) => p.step < point.step);
   points.push(point);
-  if (points.length > MAX_POINTS) points = points.filter((_, i) => i % 2 === 0 || i === points.length - 1);
+  if (points.length > MAX_POINTS) points = points.filter((_, i) => i % 2 === 0 || i >= points.length - NUM_NEWEST);
   show();
 };
 document.addEventListener("visibilitychange", () => { if (wanted) refresh(); });

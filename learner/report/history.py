@@ -1,6 +1,7 @@
 """The metrics of a run as the live dashboard keeps them: encoded, and thinned to a maximum size.
 
     metrics.jsonl ─▶ read_history, in a thread ─▶ History ◀─ add: each new step
+                                                     ├▶ event ─▶ the tiles
                                                      └▶ LiveCharts, in a thread ─▶ JSON for charts.js
 
 Invariant: the size does not grow with the run, and only the kept steps of a long file are decoded.
@@ -22,6 +23,8 @@ from learner.report.templates import json_of
 from protocol.former_keys import current_metrics
 
 MAX_POINTS = 500
+NUM_NEWEST = 10
+"""Number of the newest steps that are always kept: dashboard.js averages them in the tiles."""
 LOOK_UP_EVERY = 1000
 """Number of lines between two checks whether to give up."""
 CHARTS_EVERY_S = 2.0
@@ -43,7 +46,7 @@ def is_kept(step: int, stride: int) -> bool:
 
 
 class History:
-    """The newest step and up to MAX_POINTS steps of a run, spread evenly, encoded once.
+    """The NUM_NEWEST newest steps and up to MAX_POINTS steps of a run, spread evenly, encoded once.
 
     A step that is not newer than the newest one replaces all steps from it on: the run was resumed before it.
     """
@@ -51,31 +54,38 @@ class History:
     def __init__(self, stride: int = 1) -> None:
         self.newest_step = 0
         self.newest: StepMetrics = {}
-        self._newest_point = b""
         self._stride = stride
         self._point_of: dict[int, bytes] = {}
+        self._newest_points: dict[int, bytes] = {}
 
     def add(self, step: int, metrics: StepMetrics) -> bytes:
         """Add a step and return its encoding for the page."""
         if step <= self.newest_step:
             self._point_of = {kept: point for kept, point in self._point_of.items() if kept < step}
-        self.newest_step, self.newest, self._newest_point = step, metrics, encoded(step, metrics)
+            self._newest_points = {kept: point for kept, point in self._newest_points.items() if kept < step}
+        self.newest_step, self.newest = step, metrics
+        point = self._newest_points[step] = encoded(step, metrics)
+        if len(self._newest_points) > NUM_NEWEST:
+            del self._newest_points[min(self._newest_points)]
         if is_kept(step, self._stride):
-            self._point_of[step] = self._newest_point
+            self._point_of[step] = point
         while len(self._point_of) >= MAX_POINTS:
             self._stride *= 2
             self._point_of = {kept: p for kept, p in self._point_of.items() if is_kept(kept, self._stride)}
-        return self._newest_point
+        return point
 
     def points(self) -> bytes:
-        """Return the steps as a JSON array."""
-        points = list(self._point_of.values())
-        if self.newest_step and self.newest_step not in self._point_of:
-            points.append(self._newest_point)
-        return b"[" + b",".join(points) + b"]"
+        """Return the newest step and those spread evenly, as a JSON array."""
+        newest = {step: point for step, point in self._newest_points.items() if step == self.newest_step}
+        return _array(self._point_of | newest)
 
     def event(self) -> bytes:
-        return b"event: history\ndata: " + self.points() + b"\n\n"
+        """Return all steps as an event for the page."""
+        return b"event: history\ndata: " + _array(self._point_of | self._newest_points) + b"\n\n"
+
+
+def _array(point_of: dict[int, bytes]) -> bytes:
+    return b"[" + b",".join(point_of[step] for step in sorted(point_of)) + b"]"
 
 
 class LiveCharts:
@@ -130,9 +140,9 @@ def read_history(path: Path, give_up: Callable[[], bool]) -> History:
         stride = 1
         while sum(is_kept(step, stride) for step in offset_of) >= MAX_POINTS:
             stride *= 2
-        history, newest = History(stride), max(offset_of, default=0)
+        history, newest = History(stride), set(sorted(offset_of)[-NUM_NEWEST:])
         for step, offset in offset_of.items():
-            if step == newest or is_kept(step, stride):
+            if step in newest or is_kept(step, stride):
                 file.seek(offset)
                 history.add(step, current_metrics(json.loads(file.readline())))
     return history

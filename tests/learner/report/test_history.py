@@ -37,6 +37,9 @@ def test_the_history_read_from_disk_equals_the_live_history(tmp_path: Path) -> N
     assert len(gaps) <= 3 and max(gaps) < 2 * 4320 / len(kept), "points are thinned evenly"
     assert kept == [point["step"] for point in points_of(watched)]
     assert all(point in points_of(watched) for point in points_of(found))
+    assert found.event() == watched.event()
+    sent = [point["step"] for point in json.loads(found.event().removeprefix(b"event: history\ndata: "))]
+    assert sent[-10:] == list(range(4311, 4321)) and sorted(sent) == sent and set(kept) < set(sent)
     for history in (found, watched):
         history.add(4321, {"reward/mean": 1.0})
     assert points_of(found) == points_of(watched)

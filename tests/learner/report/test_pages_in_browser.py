@@ -122,6 +122,37 @@ def test_an_open_page_survives_a_broken_response_and_a_restarted_learner(browser
     asyncio.run(scene())
 
 
+UNTIL_THINNED = """(() => {
+    let step = 1600, count;
+    do {
+      count = points.length;
+      step += 1;
+      events.onmessage({ data: JSON.stringify({ step, "reward/mean": step / 4 }) });
+    } while (points.length > count);
+    return step;
+  })()"""
+"""Sends steps to the page until it drops some of its points, and returns the last."""
+
+
+def test_tiles_of_a_long_run_show_its_ten_newest_steps(browser: Browser, run_dir: Path) -> None:
+    (line,) = read_metrics(run_dir)[-1:]
+    write_lines(run_dir / "metrics.jsonl", [{**line, "step": step, "reward/mean": step / 4} for step in range(1, 1601)])
+
+    async def scene() -> None:
+        dashboard = await Dashboard.start(run_dir, 0)
+        try:
+            async with browser.page() as page:
+                await page.open(dashboard.address)
+                await page.until(f"({TILES})['Reward'] === '{(1591 + 1600) / 8:.3f}'")
+                step = await page.value(UNTIL_THINNED)
+                assert (await page.value(TILES))["Reward"] == f"{(step - 9 + step) / 8:.3f}"
+                assert await page.value("points.length <= MAX_POINTS") and page.errors == []
+        finally:
+            await dashboard.close()
+
+    asyncio.run(scene())
+
+
 def test_the_search_keeps_the_rows_with_the_text(browser: Browser, run_dir: Path) -> None:
     async def look(page: Page) -> None:
         rows = "[...document.querySelectorAll('tr.completion')].filter((row) => row.checkVisibility())"
