@@ -9,6 +9,7 @@ page's policy forbids loads and all scripts but our own.
 """
 
 import datetime
+import math
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -82,7 +83,7 @@ class ComparedRun(msgspec.Struct, frozen=True):
     path: str
     summary: Summary
     config: dict[str, Any]
-    """Values by full key, without the keys that are not set."""
+    """Values by full key, without the keys that are not set. Infinity is "inf"."""
 
 
 class Comparison(msgspec.Struct, frozen=True):
@@ -250,11 +251,16 @@ def _run_names(run_dirs: Sequence[Path]) -> list[str]:
 def _config_of(run_dir: Path) -> dict[str, Any]:
     path = run_dir / "config.toml"
     try:
-        return flatten(renamed(tomllib.loads(path.read_text("utf-8")))[0])
+        values = flatten(renamed(tomllib.loads(path.read_text("utf-8")))[0])
     except (OSError, ValueError) as error:
         raise RunDirectoryError(
             f"{path} cannot be read ({error}), so the configs cannot be compared; restore it"
         ) from error
+    # JSON has no inf, and null is the default.
+    return {
+        key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in values.items()
+    }
 
 
 def _format_value(value: Any) -> str:

@@ -36,6 +36,13 @@ def test_each_run_has_its_numbers_and_only_differing_keys_are_reported(runs: lis
     assert [len(lines) for lines in metrics] == [40, 60]
 
 
+def test_infinity_in_a_config_is_no_default_in_json(runs: list[Path]) -> None:
+    config = (runs[1] / "config.toml").read_text().replace("clip_high = 0.281", "clip_high = 0.28\ndual_clip = inf")
+    (runs[1] / "config.toml").write_text(config)
+    comparison = json.loads(run_here("report", *map(str, runs), "--json").stdout)
+    assert comparison["differences"] == {"learner.loss.dual_clip": [None, "inf"], "learner.loss.kind": [None, "new"]}
+
+
 def test_the_page_is_standalone_and_shows_both_runs_in_every_chart(runs: list[Path]) -> None:
     path = write_comparison(*compare(runs))
     assert path == runs[0].parent / "comparison.html"
