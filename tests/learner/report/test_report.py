@@ -33,7 +33,7 @@ LATE = [1_000_001.0, 1_000_002.0, 1_000_003.0]
 
 def test_the_report_of_a_run_is_complete_and_standalone(tmp_path: Path) -> None:
     write_run(tmp_path / "my-run", steps=60)
-    assert "<h2>Events</h2>" not in write_report(tmp_path / "my-run").read_text()
+    assert "<h2>Events" not in write_report(tmp_path / "my-run").read_text()
     timeline = Timeline(tmp_path / "my-run/timeline.jsonl")
     for event in ("the run started", "the server at tcp://<b>:1: ready → joining"):
         timeline.record(event)
@@ -43,7 +43,9 @@ def test_the_report_of_a_run_is_complete_and_standalone(tmp_path: Path) -> None:
     for part in ("my-run", "60 steps", "Groups lost", "242", "clip_high = 0.28", "JavaScript"):
         assert part in page.text
     assert (
-        html.index("<h2>Events</h2>") < html.index("the run started") < html.index("tcp://&lt;b&gt;:1: ready → joining")
+        html.index("<h2>Events (UTC)</h2>")
+        < html.index("the run started")
+        < html.index("tcp://&lt;b&gt;:1: ready → joining")
     )
     assert "<b>:1" not in html
     assert list(page.charts) == TITLES
