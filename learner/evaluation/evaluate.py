@@ -216,7 +216,7 @@ def summarize_ratings(
         if config.num_samples > 2 and not is_played
         else None,
         reward_finished=estimate(np.where(is_finished_PK, values_PK, np.nan)),
-        truncated_frac=float(1 - is_finished_PK.mean()),
+        truncated_frac=ends["length"] / is_finished_PK.size if is_played else float(1 - is_finished_PK.mean()),
         length_mean=sum(answered.num_tokens for answered in answers) / is_finished_PK.size,
         ends=ends,
         turns_mean=turns_mean,

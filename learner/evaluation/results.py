@@ -169,8 +169,9 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     majority: Estimate | None
     """Mean reward of each prompt's most frequent answer, with more than two samples."""
     reward_finished: Estimate | None
-    """Mean reward of the completions that ended on their own."""
+    """Mean reward of the completions that ended on their own, not at a limit of tokens or turns."""
     truncated_frac: float
+    """Share of the completions that ended at a limit of tokens."""
     length_mean: float
     """Mean number of tokens."""
     rewards_P: list[float | None]

@@ -82,9 +82,15 @@ def test_a_policy_that_ignores_feedback_is_right_by_chance_and_ends_at_the_turn_
     assert made.rewards_P == expected and 0 < sum(expected) < NUM_PROMPTS
     num_right = 2 * int(sum(expected))
     assert made.ends == ended(finished=num_right, max_turns=2 * NUM_PROMPTS - num_right)
-    assert made.truncated_frac == pytest.approx(1 - num_right / (2 * NUM_PROMPTS)) and made.majority is None
+    assert made.truncated_frac == 0.0 and made.majority is None, "an end at max_turns is no truncation"
     assert made.reward_finished is not None and made.reward_finished.mean == 1.0
     assert len({request["seed"] for request in openai.requests}) == len(openai.requests), "every turn has another seed"
+
+
+def test_an_episode_that_ends_at_max_tokens_is_truncated(tmp_path: Path, openai: OpenAIServer) -> None:
+    openai.answer = lambda prompt, count: ["+++"] * count
+    (made,) = evaluate(evaluated(tmp_path, openai.url, {"max_tokens": 3}))
+    assert made.ends == ended(length=NUM_PROMPTS) and made.truncated_frac == 1.0 and made.reward_finished is None
 
 
 def test_an_aborted_episode_is_counted_but_excluded_from_means(tmp_path: Path, openai: OpenAIServer) -> None:
