@@ -323,11 +323,10 @@ def check_identity(
     bound = run.learner.parity.identity_bound(fresh_scores.dtype) + NOISE_FACTOR * fresh_scores.noise
     if not changed <= bound:
         raise ParityError(
-            f"the first weight sync sent the weights that the server at {member.endpoint} had already loaded, but its "
-            f"logprobs changed by {changed:.2g} (mean |Δ logprob| of fixed sequences); the bound is {bound:.2g} for "
-            f"{fresh_scores.dtype} with a noise of {fresh_scores.noise:.2g} (learner.parity.max_identity_abs_logprob). "
-            "Either vLLM loads this model differently the second time, or the model files of server and learner "
-            "differ; compare the files"
+            f"the server at {member.endpoint} already had these weights, but the first weight sync changed its "
+            f"logprobs by {changed:.2g} on average, expected at most {bound:.2g} for {fresh_scores.dtype} "
+            "(learner.parity.max_identity_abs_logprob). Compare the model files of both sides; if they are equal, "
+            "vLLM reloads this model incorrectly"
         )
 
 

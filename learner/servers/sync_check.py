@@ -210,11 +210,10 @@ class SyncCheck:
         if unchanged_frac == 1:
             where = f"replica {replica} of the server" if len(replicas(member)) > 1 else "the server"
             raise ParityError(
-                f"the weights of version {expected.version} did not arrive in the engine of {where} at "
-                f"{member.endpoint}: they changed the logprobs of {num_changed} tokens on the learner (by "
-                f"{float(ours_T.abs().mean()):.1e} on average), but 100% of these logprobs are exactly as before on "
-                "the server, although it reports the new version. Restart that server, and continue with --resume. "
-                "If this repeats, vLLM does not load this model's weights correctly"
+                f"the weights of version {expected.version} did not reach the engine of {where} at {member.endpoint}: "
+                f"{num_changed} logprobs changed on the learner (by {float(ours_T.abs().mean()):.1e} on average), none "
+                "on the server. Restart that server and continue with --resume; if this repeats, vLLM does not load "
+                "this model correctly"
             )
 
     def _wait(self, answers: Answers, timeout_s: float) -> None:

@@ -64,7 +64,7 @@ def run(directory: Path, num_steps: int, *, lost: int | None) -> dict[str, Any]:
     finally:
         server.kill()
     output = done.stdout + done.stderr
-    alarm = re.search(r"the weights of version (\d+) did not arrive .*", output)
+    alarm = re.search(r"the weights of version (\d+) did not reach the engine .*", output)
     if done.returncode and alarm is None:
         raise SlipstreamError(f"the learner ended with exit code {done.returncode}:\n{output[-3000:]}")
     lines = read_metrics(directory / "run")

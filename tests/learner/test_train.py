@@ -218,7 +218,7 @@ def test_a_failed_start_leaves_no_run_and_a_finished_run_is_not_changed(tmp_path
     for engine, learner, error, expected in (
         (ModelEngine(path), {"data": wrong_column}, DataError, "promt"),
         (ScoresOtherwise(path), {}, ParityError, r"0\.01.*bound is 0\.001"),
-        (LoadsOtherwise(path), {}, ParityError, "the first weight sync sent the weights"),
+        (LoadsOtherwise(path), {}, ParityError, "the first weight sync changed its logprobs"),
         (busy, {"weight_sync": {"timeout_s": 1}}, DeadlineExceeded, r"within 1 s \(learner\.weight_sync\.timeout_s\)"),
     ):
         with tiny_server(engine) as server, pytest.raises(error, match=expected):

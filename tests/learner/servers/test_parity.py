@@ -224,7 +224,9 @@ def test_a_first_sync_that_changes_logprobs_is_refused_unless_it_is_within_the_n
 ) -> None:
     run, server = a_run(tmp_path, parity=parity), Server(0.0, 5e-4, dtype=dtype)
     if is_refused:
-        expected = rf"the first weight sync sent.*changed by {change:.2g} .*for {dtype}.*max_identity_abs_logprob"
+        expected = (
+            rf"the first weight sync changed its logprobs by {change:.2g} .*for {dtype} .*max_identity_abs_logprob"
+        )
         with pytest.raises(ParityError, match=expected):
             first_sync(run, server, change, replica)
     else:
