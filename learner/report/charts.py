@@ -96,10 +96,11 @@ def chart_of(plan: ChartPlan, curves: Sequence[tuple[Curve, Metrics]]) -> Chart 
 def reward_function_charts(metrics: Metrics) -> list[Chart | Absent]:
     """Return a chart of all reward functions if there are several; a single one is the mean reward."""
     recorded = {name.removeprefix("reward/") for line in metrics for name in line if name.startswith("reward/")}
-    names = sorted(recorded - OF_THE_RUN)
+    # exact_match has the color of the other charts, in which the first one is of the mean.
+    names = sorted(recorded - OF_THE_RUN, key=lambda name: (name != "exact_match", name))
     if len(names) < 2:
         return []
-    curves = [Curve(f"reward/{name}", name, color) for name, color in zip(names, COLORS, strict=False)]
+    curves = [Curve(f"reward/{name}", name, color) for name, color in zip(names, COLORS[1:], strict=False)]
     more = f" The first {len(curves)} of {len(names)}." if len(names) > len(curves) else ""
     caption = f"Mean per step, before weighting; also values that functions log.{more}"
     return [plan_chart(ChartPlan("Each reward function", caption, curves), metrics)]

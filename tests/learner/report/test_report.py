@@ -131,7 +131,10 @@ def test_several_reward_functions_get_a_separate_chart() -> None:
 
     charts = charts_with({"reward/close_to_20_words": 0.1, "reward/exact_match": 0.2})
     assert list(charts) == ["Reward per step", "Reward over time", "Each reward function"]
-    assert [curve.name for curve in charts["Each reward function"].series] == ["close_to_20_words", "exact_match"]
+    colors = {curve.name: curve.color for curve in charts["Each reward function"].series}
+    assert list(colors) == ["exact_match", "close_to_20_words"]
+    of_mean, of_exact_match = (curve.color for curve in charts["Reward per step"].series)
+    assert colors["exact_match"] == of_exact_match and of_mean not in colors.values(), "a color has one meaning"
     assert "Each reward function" not in charts_with({"reward/exact_match": 0.2})
 
 
