@@ -153,11 +153,11 @@ class EpisodeTurn(Part, frozen=True):
 class Episode(Part, frozen=True):
     """One rollout, with its reward from the environment.
 
-    Example: branches=[one of two turns], course=EpisodeStats(state="finished", num_turns=2), reward=1.0.
+    Example: branches=[one of two turns], stats=EpisodeStats(state="finished", num_turns=2), reward=1.0.
     """
 
     branches: list[TokenSequence]
-    course: EpisodeStats
+    stats: EpisodeStats = msgspec.field(name="course")
     reward: float | None = None
     """The environment's own reward, including those of the turns."""
     turns: list[EpisodeTurn] = msgspec.field(default_factory=list)
@@ -199,7 +199,7 @@ def episodes_of(group: AnyGroup) -> list[Episode]:
     return [
         Episode(
             branches=[TokenSequence.of(completion)],
-            course=EpisodeStats(state="length" if completion.finish_reason == "length" else "finished", num_turns=1),
+            stats=EpisodeStats(state="length" if completion.finish_reason == "length" else "finished", num_turns=1),
         )
         for completion in group.completions
     ]

@@ -98,8 +98,8 @@ class Player:
             )
         )
         for episode in (one.episode for one in played):
-            if episode.course.state not in REWARDED:
-                log.warning("an episode of group %s ended as %s", group_id, episode.course.state)
+            if episode.stats.state not in REWARDED:
+                log.warning("an episode of group %s ended as %s", group_id, episode.stats.state)
         entered = [one.entered_version for one in played if one.entered_version is not None]
         return EpisodeGroup(
             group_id=group_id,
@@ -304,7 +304,7 @@ class Progress:
     def episode(self) -> Episode:
         return Episode(
             branches=self.recording.branches(),
-            course=EpisodeStats(
+            stats=EpisodeStats(
                 state=self.state,
                 num_turns=self.num_turns,
                 num_calls=self._num_calls,

@@ -91,7 +91,7 @@ async def episodes_of(eval_set: EvalSet, client: OpenAIClient, served: ListedMod
         texts_K=[],
         token_ids_K=None,
         num_tokens=num_sampled(group),
-        is_finished_K=filled([one.course.state not in AT_A_LIMIT for one in group.episodes], num_samples, True),
+        is_finished_K=filled([one.stats.state not in AT_A_LIMIT for one in group.episodes], num_samples, True),
         versions=turns.versions,
         played=pack(group),
     )
@@ -154,7 +154,7 @@ async def rate_played(eval_set: EvalSet, workers: RewardWorkers, prompt: Prompt,
     """Rate all samples as in training."""
     episodes = unpack(played, EpisodeGroup).episodes
     num_samples, names = eval_set.config.num_samples, eval_set.run.learner.reward.names
-    if not any(episode.course.state in REWARDED for episode in episodes):
+    if not any(episode.stats.state in REWARDED for episode in episodes):
         nothing: list[float | None] = [None] * num_samples
         return GroupRewards(rewards=nothing, functions=[FunctionRewards(name=name, rewards=nothing) for name in names])
     scorer = Scorer(eval_set.run.learner, eval_set.tokenizer, workers)
@@ -176,10 +176,10 @@ def ends_of(answers: Sequence[PromptAnswers]) -> tuple[dict[str, int], float]:
     num_turns = 0
     for answer in answers:
         assert answer.played is not None
-        courses = [episode.course for episode in unpack(answer.played, EpisodeGroup).episodes]
-        ends.update(course.state for course in courses)
-        ends[SILENT] += len(answer.is_finished_K) - len(courses)
-        num_turns += sum(course.num_turns for course in courses)
+        stats = [episode.stats for episode in unpack(answer.played, EpisodeGroup).episodes]
+        ends.update(one.state for one in stats)
+        ends[SILENT] += len(answer.is_finished_K) - len(stats)
+        num_turns += sum(one.num_turns for one in stats)
     return {state: ends[state] for state in (*get_args(EndState), SILENT)}, num_turns / ends.total()
 
 

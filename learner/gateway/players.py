@@ -73,8 +73,8 @@ class AgentPlayer:
         entered = [session.entered_version for session in played if session.entered_version is not None]
         episodes = [session.episode for session in played]
         for episode in episodes:
-            if episode.course.state not in REWARDED:
-                log.warning("an episode of group %s ended as %s", group_id, episode.course.state)
+            if episode.stats.state not in REWARDED:
+                log.warning("an episode of group %s ended as %s", group_id, episode.stats.state)
         return EpisodeGroup(
             group_id=group_id,
             entered_version=min(entered, default=0),

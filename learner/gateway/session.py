@@ -190,7 +190,7 @@ class Session:
             branches=[
                 one.recorded("length" if is_cut_off and one is self._branches[-1] else "stop") for one in self._branches
             ],
-            course=EpisodeStats(
+            stats=EpisodeStats(
                 state=self.state,
                 num_turns=len(self.turns),
                 num_calls=self.num_calls,

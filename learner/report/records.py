@@ -65,8 +65,8 @@ class Samples:
             sample["answer"] = msgspec.to_builtins(answer, enc_hook=str)
         if len(group.rewards_by_function) > 1:
             sample["functions"] = {name: by[:MAX_COMPLETIONS] for name, by in group.rewards_by_function.items()}
-        if group.courses_G:
-            episodes = zip(group.courses_G[:MAX_COMPLETIONS], group.turns_G_K, group.branches_G, strict=False)
+        if group.stats_G:
+            episodes = zip(group.stats_G[:MAX_COMPLETIONS], group.turns_G_K, group.branches_G, strict=False)
             sample["episodes"] = [episode_of(*episode, tokenizer) for episode in episodes]
         extra = {column: values[:MAX_COMPLETIONS] for column, values in group.logged_extra.items()}
         sample |= {"extra": extra} if extra else {}
@@ -91,7 +91,7 @@ class Samples:
 
 
 def episode_of(
-    course: EpisodeStats,
+    stats: EpisodeStats,
     turns: list[EpisodeTurn],
     branches: list[TokenSequence],
     tokenizer: "PreTrainedTokenizerBase",
@@ -102,11 +102,11 @@ def episode_of(
     The texts include special tokens, which separate the turns. Of a long prompt, only the beginning is kept.
     """
     return {
-        "state": course.state,
-        "turns": course.num_turns,
-        "calls": course.num_calls,
-        "failed_calls": course.num_failed_calls,
-        "environment_s": course.environment_s,
+        "state": stats.state,
+        "turns": stats.num_turns,
+        "calls": stats.num_calls,
+        "failed_calls": stats.num_failed_calls,
+        "environment_s": stats.environment_s,
         "turn_rewards": [turn.reward for turn in turns],
         "branches": [
             {

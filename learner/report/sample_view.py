@@ -53,7 +53,7 @@ class ShownCompletion(msgspec.Struct, frozen=True):
     reward: str
     tenths: int | None
     """Position of the reward in `reward_range` in tenths, or None without a reward."""
-    course: str | None = None
+    description: str | None = None
     """Description of the episode."""
     functions: dict[str, str] = {}
     """Reward of each reward function, if there are several."""
@@ -130,7 +130,7 @@ def shown(line: dict[str, Any], low: float, high: float) -> Sample:
         parts = {name: number(by[i]) for name, by in functions.items() if i < len(by)}
         if i < len(episodes):
             passages = [_passage(branch, colors) for branch in episodes[i]["branches"]]
-            completions.append(ShownCompletion(passages, number(reward), tenths, _course(episodes[i]), parts))
+            completions.append(ShownCompletion(passages, number(reward), tenths, _describe_episode(episodes[i]), parts))
         else:
             passages = [Passage(None, [TextSpan(readable(text), "")])]
             completions.append(ShownCompletion(passages, number(reward), tenths, functions=parts))
@@ -154,7 +154,7 @@ def _passage(branch: dict[str, Any], colors: dict[int, str]) -> Passage:
     return Passage(None if prompt is None else readable(prompt), spans)
 
 
-def _course(episode: dict[str, Any]) -> str:
+def _describe_episode(episode: dict[str, Any]) -> str:
     parts = [episode["state"], counted(episode["turns"], "turn")]
     if episode["calls"]:
         parts.append(counted(episode["calls"], "tool call"))

@@ -68,7 +68,7 @@ class Scorer:
         They see everything after the prompt of an episode, as messages if it is a conversation. Episodes
         whose end state is not in REWARDED are not shown, because they are no evidence about the policy.
         """
-        is_shown_G = [episode.course.state in REWARDED for episode in episodes_G]
+        is_shown_G = [episode.stats.state in REWARDED for episode in episodes_G]
         shown = [episode for episode, is_shown in zip(episodes_G, is_shown_G, strict=True) if is_shown]
         texts, token_ids = await in_tokenizer_thread(self._decode, shown)
         completions = [episode.messages or text for episode, text in zip(shown, texts, strict=True)]

@@ -141,7 +141,7 @@ def survivors(group: AnyGroup, config: SamplingConfig, vocab_size: int) -> AnyGr
         ProtocolError: The group is not what was requested.
     """
     if isinstance(group, EpisodeGroup):  # its turns were already checked
-        num_rewarded = sum(episode.course.state in REWARDED for episode in group.episodes)
+        num_rewarded = sum(episode.stats.state in REWARDED for episode in group.episodes)
         return group if num_rewarded >= MIN_SURVIVORS else None
     check_completions(group, config.group_size, config.max_tokens, vocab_size)
     usable = [completion for completion in group.completions if len(completion.token_ids)]

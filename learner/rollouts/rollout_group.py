@@ -53,7 +53,7 @@ class RolloutGroup(Part):
     """Values that reward functions logged per completion, by name. A restart loses them."""
     num_branches_G: list[int] = msgspec.field(default_factory=list)
     """Number of branches of each episode. Empty: one each."""
-    courses_G: list[EpisodeStats] = msgspec.field(default_factory=list)
+    stats_G: list[EpisodeStats] = msgspec.field(default_factory=list)
     """End state and statistics of each episode. Empty: there is no environment."""
     turns_G: list[list[EpisodeTurn]] = msgspec.field(default_factory=list)
     """Turns of each episode. Empty: one turn each."""
@@ -170,7 +170,7 @@ def scored_group(slot: int, prompt: Prompt, group: AnyGroup, rewards: GroupRewar
         logged_metrics=rewards.logged_metrics,
         logged_extra=rewards.logged_extra,
         num_branches_G=[len(episode.branches) for episode in episodes],
-        courses_G=[episode.course for episode in episodes] if isinstance(group, EpisodeGroup) else [],
+        stats_G=[episode.stats for episode in episodes] if isinstance(group, EpisodeGroup) else [],
         turns_G=[episode.turns for episode in episodes] if isinstance(group, EpisodeGroup) else [],
         prompt_experts=group.prompt_experts if isinstance(group, Group) else None,
     )

@@ -97,7 +97,7 @@ class Turns:
         played = await self._player.play(
             request.group_id, request.prompt, ask, num_episodes=num_episodes, max_tokens=most
         )
-        self._num_lost += num_episodes - sum(one.course.state in REWARDED for one in played.episodes)
+        self._num_lost += num_episodes - sum(one.stats.state in REWARDED for one in played.episodes)
         request.answered_by = endpoints.pop() if len(endpoints) == 1 else ""
         self._on_played(played)
 

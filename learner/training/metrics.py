@@ -143,23 +143,23 @@ def group_metrics(groups: list[RolloutGroup], version: int) -> dict[str, float]:
 
 def episode_metrics(groups: list[RolloutGroup]) -> dict[str, float]:
     """Return statistics of the episodes, or nothing without an environment."""
-    courses = [course for group in groups for course in group.courses_G]
-    if not courses:
+    stats = [one for group in groups for one in group.stats_G]
+    if not stats:
         return {}
     num_others = sum(len(branch.token_ids) - branch.num_sampled for group in groups for branch in group.completions)
-    num_prompt_tokens = sum(course.num_prompt_tokens for course in courses)
+    num_prompt_tokens = sum(one.num_prompt_tokens for one in stats)
     metrics = {
-        "episode/turns_mean": statistics.fmean(course.num_turns for course in courses),
+        "episode/turns_mean": statistics.fmean(one.num_turns for one in stats),
         "episode/branches_mean": statistics.fmean(len(branches) for group in groups for branches in group.branches_G),
-        "episode/tool_calls": float(sum(course.num_calls for course in courses)),
-        "episode/failed_calls": float(sum(course.num_failed_calls for course in courses)),
+        "episode/tool_calls": float(sum(one.num_calls for one in stats)),
+        "episode/failed_calls": float(sum(one.num_failed_calls for one in stats)),
         "episode/environment_tokens": float(num_others),
-        "episode/environment_seconds": statistics.fmean(course.environment_s for course in courses),
+        "episode/environment_seconds": statistics.fmean(one.environment_s for one in stats),
     }
-    ends = Counter(course.state for course in courses)
+    ends = Counter(one.state for one in stats)
     metrics |= {f"episode/{state}": float(ends[state]) for state in get_args(EndState)}
     if num_prompt_tokens:
-        metrics["episode/cached_frac"] = sum(course.num_cached_tokens for course in courses) / num_prompt_tokens
+        metrics["episode/cached_frac"] = sum(one.num_cached_tokens for one in stats) / num_prompt_tokens
     return metrics | turn_metrics(groups)
 
 

@@ -27,7 +27,7 @@ Groups = Sequence[tuple[str, AnyGroup]]
 
 def ends_of(groups: Groups) -> Counter[str]:
     """Return the number of episodes by end state."""
-    return Counter(episode.course.state for _, group in _played(groups) for episode in group.episodes)
+    return Counter(episode.stats.state for _, group in _played(groups) for episode in group.episodes)
 
 
 def audit_episodes(groups: Groups, events: Sequence[Event], player: Player) -> list[str]:
@@ -70,7 +70,7 @@ def _wrongly_kept(groups: Groups, events: Sequence[Event]) -> list[str]:
 
 def _wrong_rewards(groups: Groups) -> list[str]:
     return [
-        f"group {name}: an episode ended as {episode.course.state} with the reward {episode.reward}"
+        f"group {name}: an episode ended as {episode.stats.state} with the reward {episode.reward}"
         for name, group in _played(groups)
         for episode in group.episodes
         if not _has_correct_reward(episode)
@@ -78,7 +78,7 @@ def _wrong_rewards(groups: Groups) -> list[str]:
 
 
 def _has_correct_reward(episode: Episode) -> bool:
-    return (episode.reward is not None) == (episode.course.state in REWARDED)
+    return (episode.reward is not None) == (episode.stats.state in REWARDED)
 
 
 def _played(groups: Groups) -> list[tuple[str, EpisodeGroup]]:

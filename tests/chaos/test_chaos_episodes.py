@@ -25,7 +25,7 @@ def played(*ends: tuple[EndState, float | None]) -> Groups:
         finish_reason="stop"
     )  # fmt: skip
     episodes = [
-        Episode(branches=[branch], course=EpisodeStats(state=state, num_turns=1), reward=reward)
+        Episode(branches=[branch], stats=EpisodeStats(state=state, num_turns=1), reward=reward)
         for state, reward in ends
     ]
     return [("0.0-1", EpisodeGroup(group_id="0.0", entered_version=0, episodes=episodes))]

@@ -100,6 +100,6 @@ def test_the_audit_finds_a_turn_labelled_with_the_version_of_the_turn_before(
         behavior_logprobs=np.array([*first.behavior_logprobs.tolist(), 0.0, *logprobs], np.float32),
         versions=[(0, len(context) - 1), (None, 1), (label, len(tokens))], finish_reason="stop",
     )  # fmt: skip
-    episode = Episode(branches=[branch], course=EpisodeStats(state="finished", num_turns=2), reward=1.0)
+    episode = Episode(branches=[branch], stats=EpisodeStats(state="finished", num_turns=2), reward=1.0)
     num_checked, found = audit_of(directory, EpisodeGroup(group_id="0.0", entered_version=0, episodes=[episode]))
     assert num_checked == 1 and len(found) == num_wrong

@@ -138,7 +138,7 @@ def test_an_environment_of_skyrl_gym_is_played_turn_by_turn(interpreter: Callabl
     group = play_with_agent(columns, script=script, agent=f"{AGENTS / 'skyrl_gym_envs.py'}:run", python=python)
     for episode in group.episodes:
         assert episode.reward == pytest.approx(1.0 + 0.2 / 5)
-        assert (episode.course.num_turns, len(episode.branches)) == (2, 1)
+        assert (episode.stats.num_turns, len(episode.branches)) == (2, 1)
         assert [message["role"] for message in episode.messages] == ["assistant", "user", "assistant"]
 
 
@@ -154,8 +154,8 @@ def test_mini_swe_agent_repairs_a_repository(
             row | {"environment": "local"}, row["prompt"], script_of(*turns), agent=f"{script}:run", python=python
         )
         for episode in group.episodes:
-            assert (episode.reward, episode.course.state) == (reward, "finished")
-            assert episode.course.num_turns == len(turns) and (reward == 0 or len(episode.branches) == 1)
+            assert (episode.reward, episode.stats.state) == (reward, "finished")
+            assert episode.stats.num_turns == len(turns) and (reward == 0 or len(episode.branches) == 1)
     if shutil.which("bwrap"):
         monkeypatch.setenv("A_SECRET", "x")
         command = f"[ -z $A_SECRET ] && ! kill -0 {os.getpid()} && ! exec 3<>/dev/tcp/127.0.0.1/{{port}}"
@@ -182,7 +182,7 @@ def test_a_taskset_of_verifiers_is_played_by_its_own_loop(interpreter: Callable[
     for reply, reward in (("3", 1.0), ("4", 0.0)):
         group = play_with_agent(columns, rows[3]["prompt"], script_of(reply), agent=f"{script}:run", python=python)
         assert [episode.reward for episode in group.episodes] == [reward, reward]
-        assert all(episode.course.num_turns == 1 for episode in group.episodes)
+        assert all(episode.stats.num_turns == 1 for episode in group.episodes)
 
 
 def test_environments_of_openenv_are_played_by_tools_or_by_actions(
@@ -193,7 +193,7 @@ def test_environments_of_openenv_are_played_by_tools_or_by_actions(
         script = script_of(call("step", number="much"), call("step", number=3), call("step", number=5))
         group = play_with_agent({"url": url, "reset": {"seed": 5}}, script=script, agent=agent, python=python)
     for episode in group.episodes:
-        assert (episode.reward, episode.course.state, episode.course.num_turns) == (1.0, "finished", 3)
+        assert (episode.reward, episode.stats.state, episode.stats.num_turns) == (1.0, "finished", 3)
         results = [message["content"] for message in episode.messages if message["role"] == "tool"]
         assert "error" in results[0] and '"wrong"' in results[1], (
             "a rejection is reported; no request follows the last step"
@@ -202,5 +202,5 @@ def test_environments_of_openenv_are_played_by_tools_or_by_actions(
         script = script_of(call("price", item="pear"), "7")
         group = play_with_agent({"url": url}, script=script, agent=agent, python=python)
     for episode in group.episodes:
-        assert (episode.reward, episode.course.state, episode.course.num_calls) == (0.25, "finished", 1)
+        assert (episode.reward, episode.stats.state, episode.stats.num_calls) == (0.25, "finished", 1)
         assert "a pear costs 7" in next(one["content"] for one in episode.messages if one["role"] == "tool")

@@ -29,7 +29,7 @@ def test_the_call_and_the_answer_after_it_are_half_a_point_each(turns: tuple[str
         agent=f"{AGENTS / 'calculator_in_words.py'}:run",
     )  # fmt: skip
     for episode in group.episodes:
-        assert (episode.course.state, episode.reward, episode.course.num_turns) == ("finished", reward, len(turns))
+        assert (episode.stats.state, episode.reward, episode.stats.num_turns) == ("finished", reward, len(turns))
     if len(turns) == 2:
         result = group.episodes[0].messages[1]
         assert result["role"] == "user" and result["content"].isdecimal()

@@ -57,10 +57,10 @@ def assert_played_by_the_rules(episode: Episode, secret: int, *, is_agent: bool 
         texts[-1] += tokenizer.decode([token], skip_special_tokens=True)
         was_sampled = is_sampled
     turns, answers = texts[::2], texts[1::2]
-    assert len(turns) == episode.course.num_turns
+    assert len(turns) == episode.stats.num_turns
     assert answers == [reply_of(secret, turn) for turn in turns][: len(answers)]
-    assert len(turns) - len(answers) == (is_agent or episode.course.state == "length")
+    assert len(turns) - len(answers) == (is_agent or episode.stats.state == "length")
     is_found = reply_of(secret, turns[-1]) == RIGHT
     assert episode.reward == pytest.approx(float(is_found))
-    assert (is_found or is_agent) == (episode.course.state == "finished") or episode.course.state == "length"
+    assert (is_found or is_agent) == (episode.stats.state == "finished") or episode.stats.state == "length"
     assert (branch.behavior_logprobs[~branch.is_sampled_T] == 0).all()

@@ -127,7 +127,7 @@ def episode(state: EndState, counter: int | None) -> Episode:
         finish_reason="stop"
     )  # fmt: skip
     attributes = None if counter is None else {"counter": counter}
-    return Episode(branches=[branch], course=EpisodeStats(state=state, num_turns=1), attributes=attributes)
+    return Episode(branches=[branch], stats=EpisodeStats(state=state, num_turns=1), attributes=attributes)
 
 
 def test_an_aborted_episode_does_not_cost_the_rewards_of_its_group(tmp_path: Path) -> None:

@@ -54,8 +54,8 @@ def test_a_conversation_continues_after_the_recorded_tokens_as_its_template_rend
     spoken = [(message["role"], message["content"]) for message in episode.messages]
     assert spoken == [("assistant", "first"), ("tool", "2"), ("assistant", ""), ("tool", "5"), ("assistant", "It is 5")]
     assert episode.messages[2]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"number": 3}}
-    course = episode.course
-    assert (course.state, course.num_turns, course.num_calls, course.num_failed_calls) == ("finished", 3, 2, 0)
+    stats = episode.stats
+    assert (stats.state, stats.num_turns, stats.num_calls, stats.num_failed_calls) == ("finished", 3, 2, 0)
     assert episode.reward == 5.0
 
 
@@ -84,7 +84,7 @@ def test_the_text_of_reset_is_appended_to_the_question(keeping: ChatTemplate) ->
     (branch,) = episode.branches
     assert branch.prompt_token_ids is not None
     assert branch.prompt_token_ids.tolist() == turn_prompts[0].token_ids.tolist()
-    assert (episode.reward, episode.course.state) == (7.0, "finished")
+    assert (episode.reward, episode.stats.state) == (7.0, "finished")
     parts = [{"role": "user", "content": [{"type": "text", "text": "How?"}]}]
     _, turn_prompts = converse(keeping, "It is 7", prompt=parts, columns={"hint": " So."})
     assert "<|im_start|>user\nHow? So.<|im_end|>" in shown(keeping, turn_prompts[0])
@@ -138,7 +138,7 @@ def test_several_calls_in_a_turn_run_in_order(keeping: ChatTemplate) -> None:
         part.partition("<|im_end|>")[0] for part in shown(keeping, turn_prompts[1]).split("<|im_start|>tool\n")[1:]
     ]
     assert spoken == ["4", "4", "5"]
-    assert (episode.course.num_calls, episode.reward) == (3, 5.0)
+    assert (episode.stats.num_calls, episode.reward) == (3, 5.0)
 
 
 def test_a_turn_of_several_calls_has_one_reward_and_one_state_also_in_a_branch(dropping: ChatTemplate) -> None:
@@ -147,7 +147,7 @@ def test_a_turn_of_several_calls_has_one_reward_and_one_state_also_in_a_branch(d
     episode, _ = converse(dropping, *turns, factory="RewardedCalculator")
     assert [turn.reward for turn in episode.turns] == [2.0, 7.0, None] and episode.reward == 9.0
     assert [turn.state for turn in episode.turns] == ["0", "2", "9"]
-    assert (episode.course.num_turns, episode.course.num_calls) == (3, 3)
+    assert (episode.stats.num_turns, episode.stats.num_calls) == (3, 3)
     assert [[turn for turn, _ in branch.turns] for branch in episode.branches] == [[0], [1, 2]]
     tools = [tool["function"]["name"] for tool in described(f"{USER}:RewardedCalculator")]
     assert tools == ["add", "refuse", "show"]
@@ -165,7 +165,7 @@ def test_a_turn_of_several_calls_has_one_reward_and_one_state_also_in_a_branch(d
 def test_a_call_that_fails_is_reported_to_the_policy_and_counted(keeping: ChatTemplate, turn: str, answer: str) -> None:
     episode, turn_prompts = converse(keeping, turn, "oh")
     assert answer in shown(keeping, turn_prompts[1]).rpartition("<|im_start|>tool\n")[2]
-    assert (episode.course.state, episode.course.num_failed_calls, episode.reward) == ("finished", 1, 0.0)
+    assert (episode.stats.state, episode.stats.num_failed_calls, episode.reward) == ("finished", 1, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_an_unreadable_call_is_text(keeping: ChatTemplate, turn: str) -> None:
 
 def test_an_unreadable_call_ends_the_episode_with_a_reward(keeping: ChatTemplate) -> None:
     episode, _ = converse(keeping, "<tool_call>[1]</tool_call>", columns={"start": 3})
-    assert (episode.course.state, episode.course.num_calls, episode.reward) == ("parse_error", 0, 3.0)
+    assert (episode.stats.state, episode.stats.num_calls, episode.reward) == ("parse_error", 0, 3.0)
 
 
 def test_a_turn_that_the_template_cannot_render_ends_only_its_episode() -> None:
@@ -205,9 +205,9 @@ def test_a_turn_that_the_template_cannot_render_ends_only_its_episode() -> None:
     )
     twice = call("add", number=1) + call("add", number=2)
     episode, _ = converse(template(one_call + KEEPING), twice, "done")
-    assert (episode.course.state, episode.course.num_calls, episode.reward) == ("parse_error", 2, 3.0)
+    assert (episode.stats.state, episode.stats.num_calls, episode.reward) == ("parse_error", 2, 3.0)
     episode, _ = converse(template(with_ids + KEEPING), twice, call("add", number=4), "done")
-    assert (episode.course.state, episode.course.num_calls, episode.reward) == ("finished", 3, 7.0)
+    assert (episode.stats.state, episode.stats.num_calls, episode.reward) == ("finished", 3, 7.0)
     ids = [each["id"] for message in episode.messages for each in message.get("tool_calls", ())]
     assert len(set(ids)) == 3 and all(len(one) == 9 and one.isalnum() for one in ids)
     assert [message["tool_call_id"] for message in episode.messages if message["role"] == "tool"] == ids
@@ -217,7 +217,7 @@ def test_a_truncated_turn_is_text_and_its_calls_do_not_run(keeping: ChatTemplate
     cut_off = script_of(call("add", number=2), reason="length", end="")
     group, _ = play_group(cut_off, "Calculator", prompt=QUESTION, template=keeping)
     for episode in group.episodes:
-        assert (episode.course.state, episode.course.num_calls, episode.reward) == ("length", 0, 0.0)
+        assert (episode.stats.state, episode.stats.num_calls, episode.reward) == ("length", 0, 0.0)
         assert episode.messages == [{"role": "assistant", "content": call("add", number=2)}]
 
 
@@ -236,7 +236,7 @@ def test_reasoning_started_by_the_template_is_parsed_as_reasoning(keeping: ChatT
     episode, turn_prompts = converse(opening, "two</think>" + call("add", number=2), "so</think>2")
     # The template starts reasoning blocks itself, so the tool's answer follows the turn as it was recorded.
     assert shown(opening, turn_prompts[1]).count("<think>") == 2
-    assert (episode.course.state, episode.course.num_calls, len(episode.branches)) == ("finished", 1, 1)
+    assert (episode.stats.state, episode.stats.num_calls, len(episode.branches)) == ("finished", 1, 1)
 
 
 def test_reasoning_that_never_ends_is_no_answer_of_an_episode() -> None:
@@ -290,10 +290,10 @@ def test_the_examples_of_trls_documentation_run_unchanged() -> None:
     episode, _ = converse(with_tools, *turns, factory=factory, tools=functions, asks_attributes=True)
     answers = [message["content"] for message in episode.messages if message["role"] == "tool"]
     assert answers == ["2", "42", "7", "5"]
-    assert (episode.course.state, episode.reward, episode.attributes) == ("finished", None, {"counter": 5})
+    assert (episode.stats.state, episode.reward, episode.attributes) == ("finished", None, {"counter": 5})
     with RewardWorkers(RewardConfig(functions=(f"{EXAMPLES}:reward_func",))) as workers:
         assert workers.with_environments
         group = workers.submit(prompt(QUESTION), [episode.messages], [[1]], environments=[episode.attributes])
         assert group.result(DEADLINE_S).rewards == [5.0]
     alone, _ = converse(with_tools, call("multiply", a=6, b=7), "42", factory=None, tools=functions)
-    assert (alone.messages[1]["content"], alone.course.state, alone.reward) == ("42", "finished", None)
+    assert (alone.messages[1]["content"], alone.stats.state, alone.reward) == ("42", "finished", None)

@@ -37,14 +37,14 @@ def test_each_prompt_has_all_tokens_so_far_and_each_turn_is_recorded_and_packed_
     assert branch.turn_T.tolist() == [-1, -1, 0, 0, -1, -1, -1, -1, 1, 1, 1, 1, *[-1] * 6]
     assert [(turn.reward, turn.state) for turn in one.turns] == [(None, "hi"), (None, "<ab>")]
     assert branch.prompt_token_ids is None and branch.finish_reason == "stop"
-    assert (one.course.state, one.course.num_turns, one.reward) == ("finished", 2, 2.0)
-    assert (one.course.num_prompt_tokens, one.course.num_cached_tokens) == (10, 1)
-    assert 0 < one.course.environment_s < 60
+    assert (one.stats.state, one.stats.num_turns, one.reward) == ("finished", 2, 2.0)
+    assert (one.stats.num_prompt_tokens, one.stats.num_cached_tokens) == (10, 1)
+    assert 0 < one.stats.environment_s < 60
     assert other.branches[0].token_ids.tolist() == branch.token_ids.tolist()
     assert (group.entered_version, group.oldest_version) == (5, 4)
     again = unpack(pack(group), Group | EpisodeGroup)  # type: ignore[arg-type]
     assert isinstance(again, EpisodeGroup) and pack(again) == pack(group)
-    assert episodes_of(again)[0].course.num_turns == 2
+    assert episodes_of(again)[0].stats.num_turns == 2
 
 
 def test_turns_and_responses_are_tokenized_outside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_every_episode_has_an_end_state_and_only_some_states_have_a_reward(
 ) -> None:
     group, _ = play_group(script, **settings)
     for episode in group.episodes:
-        assert (episode.course.state, episode.reward, episode.course.num_turns) == (state, reward, num_turns)
+        assert (episode.stats.state, episode.reward, episode.stats.num_turns) == (state, reward, num_turns)
         assert (episode.branches[-1].finish_reason == "length") == (state == "length")
 
 
@@ -99,7 +99,7 @@ def test_a_turn_that_the_environment_did_not_see_has_no_reward() -> None:
     group, _ = play_group(script, factory="Counting")
     for episode in group.episodes:
         assert [turn.reward for turn in episode.turns] == [2.0, None]
-        assert (episode.course.state, episode.reward) == ("length", 2.5)
+        assert (episode.stats.state, episode.reward) == ("length", 2.5)
 
 
 def test_a_failing_reward_of_a_turn_ends_its_episode() -> None:
@@ -138,7 +138,7 @@ def test_an_episode_past_its_deadline_starts_no_further_turn() -> None:
     group, prompts = play_group(lambda turn: completion("a", 4), factory="Slow", **settings)
     for number, episode in enumerate(group.episodes):
         turns = [turn for turn in prompts if turn.episode == number]
-        assert (episode.course.state, episode.reward, episode.course.num_turns) == ("deadline", None, len(turns))
+        assert (episode.stats.state, episode.reward, episode.stats.num_turns) == ("deadline", None, len(turns))
         assert 1 <= len(turns) <= 6 and episode.branches[0].num_sampled == len(turns)
 
 
@@ -157,13 +157,13 @@ def test_the_last_reply_is_omitted_if_it_does_not_fit(texts: tuple[str, ...], st
     group, _ = play_group(script_of(*texts), max_tokens=2 + len("ab<ab>") + len(texts[1]) + 1)
     for episode in group.episodes:
         assert episode.branches[0].token_ids.tolist() == ids("ab<ab>" + texts[1])
-        assert (episode.course.state, episode.reward) == (state, 2.0)
+        assert (episode.stats.state, episode.reward) == (state, 2.0)
 
 
 def test_an_error_of_the_environment_is_counted_and_the_episode_continues() -> None:
     group, prompts = play_group(script_of("raise", "stop"), factory="Treacherous")
     assert prompts[1].token_ids.tolist() == [1, 2, *ids("raise"), *ids("'no such word'")]
-    assert [episode.course.num_failed_calls for episode in group.episodes] == [1, 1]
+    assert [episode.stats.num_failed_calls for episode in group.episodes] == [1, 1]
 
 
 def test_an_episode_without_sampled_tokens_is_omitted() -> None:

@@ -71,7 +71,7 @@ def test_every_episode_follows_the_rules_on_one_server_and_is_trained_once_with_
         for episode in group.episodes:
             assert_played_by_the_rules(episode, secret, is_agent=player == AGENT)
             assert all((turn.reward is not None) == is_by_turn for turn in episode.turns[:-1])
-            assert len(episode.turns) == episode.course.num_turns
+            assert len(episode.turns) == episode.stats.num_turns
     for engine in engines:
         later = [salt for salt in engine.salts if salt]
         stayed = [salt for salt in later if salt.startswith(engine.name)]
@@ -124,5 +124,5 @@ def test_a_run_completes_and_counts_environments_that_hang_die_raise_or_fail_to_
     assert num_lost >= ends["episode/tool_timeout"] + ends["episode/env_error"] + 12 * 4 - len(episodes)
     assert len(episodes) < 12 * 4, "no episode failed to start"
     rewarded = ("finished", "length", "max_turns")
-    assert all((episode.reward is not None) == (episode.course.state in rewarded) for episode in episodes)
+    assert all((episode.reward is not None) == (episode.stats.state in rewarded) for episode in episodes)
     assert len(rows_of(run, "slot", "state = 'consumed'")) == 12

@@ -90,8 +90,8 @@ def test_episodes_continue_across_weight_syncs_with_exact_logprobs_and_their_cac
     judged = [turn for turn in turns if turn.is_fresh]
     assert len(judged) > len(turns) / 10
     assert_labels_match_logprobs(judged)
-    over_syncs = [one.course for one in episodes if len(versions_of(one)) > 1 and one.course.num_turns > 4]
-    assert sum(course.num_cached_tokens for course in over_syncs) > 0
+    over_syncs = [one.stats for one in episodes if len(versions_of(one)) > 1 and one.stats.num_turns > 4]
+    assert sum(one.num_cached_tokens for one in over_syncs) > 0
 
 
 @pytest.mark.parametrize(
@@ -123,9 +123,9 @@ def test_turns_with_a_tool_form_one_branch_or_one_each_with_exact_logprobs(
         run = msgspec.structs.replace(run, model=str(model))
         train(run, resume=False)
     episodes = episodes_of(run)
-    whole = [episode for episode in episodes if episode.course.num_turns == NUM_TURNS]
+    whole = [episode for episode in episodes if episode.stats.num_turns == NUM_TURNS]
     assert {len(episode.branches) for episode in whole} == {1 if kind == "keeps" else NUM_TURNS}
     assert sum(line["episode/tool_calls"] for line in metrics_of(run)) > 0
     turns = recorded_turns(run, weights)
-    assert len(turns) == sum(episode.course.num_turns for episode in episodes)
+    assert len(turns) == sum(episode.stats.num_turns for episode in episodes)
     assert_labels_match_logprobs(turns)

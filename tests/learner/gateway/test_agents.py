@@ -31,7 +31,7 @@ def play_group(agent: str | None = None, columns: dict[str, Any] | None = None, 
 
 def assert_ended(group: EpisodeGroup, state: str, reward: float | None, num_turns: int) -> None:
     for episode in group.episodes:
-        assert (episode.course.state, episode.reward, episode.course.num_turns) == (state, reward, num_turns)
+        assert (episode.stats.state, episode.reward, episode.stats.num_turns) == (state, reward, num_turns)
 
 
 def test_an_agent_plays_episodes_in_sequence_and_reports_their_rewards(
@@ -46,7 +46,7 @@ def test_an_agent_plays_episodes_in_sequence_and_reports_their_rewards(
         (branch,) = episode.branches
         assert branch.sampled_versions == [4, 5] and branch.prompt_token_ids is None
         assert [message["role"] for message in episode.messages] == ["assistant", "user", "assistant"]
-        assert episode.course.environment_s > 0
+        assert episode.stats.environment_s > 0
 
 
 @pytest.mark.parametrize(

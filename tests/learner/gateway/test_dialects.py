@@ -65,7 +65,7 @@ async def played(client: str, dialect: str, template: str, *, is_stream: bool) -
 @pytest.mark.parametrize("template", WITH_SCHEMAS)
 async def test_a_turn_has_the_same_tokens_in_each_dialect_with_and_without_a_stream(template: str) -> None:
     expected, prompts = await played("openai", "chat", template, is_stream=False)
-    assert expected.course.num_calls == 1 and len(expected.branches) == (1 if template == "keeps" else 2)
+    assert expected.stats.num_calls == 1 and len(expected.branches) == (1 if template == "keeps" else 2)
     for client, dialect in PLAIN:
         for is_stream in (False, True):
             episode, its_prompts = await played(client, dialect, template, is_stream=is_stream)
@@ -125,7 +125,7 @@ async def test_an_error_after_a_sign_of_life_raises_in_each_client(monkeypatch: 
         with pytest.raises(anthropic.APIError, match="no server could answer"):
             async for _ in await other.messages.create(messages=QUESTION, max_tokens=9, **asked):
                 pass
-        assert agent.end().course.state == "aborted"
+        assert agent.end().stats.state == "aborted"
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -139,7 +139,7 @@ async def test_a_turn_whose_stream_is_given_up_is_canceled(path: str, monkeypatc
             async for _ in answer.aiter_lines():
                 break
         await until_in_loop(lambda: policy.num_given_up == 1)
-        assert agent.end().course.num_turns == 1
+        assert agent.end().stats.num_turns == 1
 
 
 async def test_errors_have_the_form_and_the_status_of_each_dialect() -> None:

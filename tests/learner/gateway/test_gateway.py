@@ -80,10 +80,10 @@ async def test_an_agent_requests_and_records_the_same_tokens_as_an_environment_w
         np.testing.assert_array_equal(branch.behavior_logprobs, other_branch.behavior_logprobs)
         assert (branch.versions, branch.finish_reason) == (other_branch.versions, other_branch.finish_reason)
         assert (branch.prompt_token_ids is None) == (other_branch.prompt_token_ids is None)
-    ours_course, course = episode.course, expected.course
-    assert (ours_course.state, ours_course.num_turns, ours_course.num_calls) == ("finished", 3, 2)
-    assert ours_course.num_prompt_tokens == course.num_prompt_tokens
-    assert ours_course.num_cached_tokens == course.num_cached_tokens
+    ours_stats, stats = episode.stats, expected.stats
+    assert (ours_stats.state, ours_stats.num_turns, ours_stats.num_calls) == ("finished", 3, 2)
+    assert ours_stats.num_prompt_tokens == stats.num_prompt_tokens
+    assert ours_stats.num_cached_tokens == stats.num_cached_tokens
     assert [one["role"] for one in episode.messages] == ["assistant", "tool", "assistant", "tool", "assistant"]
 
 
@@ -285,7 +285,7 @@ async def test_an_episode_gets_no_turn_beyond_the_maximum() -> None:
         with pytest.raises(openai.APIStatusError, match=r"learner\.environment\.max_turns") as refused:
             await agent.chat(QUESTION)
         assert refused.value.code == "max_turns" and len(agent.prompts) == 2
-        assert agent.end().course.state == "max_turns"
+        assert agent.end().stats.state == "max_turns"
 
 
 async def test_an_overlong_prompt_is_rejected_with_the_error_of_openai() -> None:
@@ -297,12 +297,12 @@ async def test_an_overlong_prompt_is_rejected_with_the_error_of_openai() -> None
         assert "This model's maximum context length is 100 tokens" in str(refused.value)  # as libraries recognize it
         assert re.search(r"prompt is too long: \d+ tokens > 100 maximum", str(refused.value))
         await agent.chat(QUESTION)
-        assert agent.end().course.state == "finished"
+        assert agent.end().stats.state == "finished"
     async with open_episode(script_of("one"), max_tokens=100) as agent:
         with pytest.raises(openai.BadRequestError):
             await agent.chat(long)
         episode = agent.end()
-        assert (episode.course.state, episode.branches) == ("length", [])
+        assert (episode.stats.state, episode.branches) == ("length", [])
 
 
 async def test_a_truncated_turn_is_reported_and_ends_its_episode_as_length() -> None:
@@ -312,7 +312,7 @@ async def test_a_truncated_turn_is_reported_and_ends_its_episode_as_length() -> 
         reply = await agent.chat(QUESTION, tools=[ADD])
         assert reply.choices[0].message.tool_calls is None
         episode = agent.end()
-        assert episode.course.state == "length"
+        assert episode.stats.state == "length"
         assert [branch.finish_reason for branch in episode.branches] == ["stop", "length"]
 
 
@@ -335,7 +335,7 @@ async def test_concurrent_requests_are_branches_of_one_episode() -> None:
         answers = await asyncio.gather(*(agent.chat(question) for question in questions))
         episode = agent.end()
     assert sorted(answer.choices[0].message.content for answer in answers) == [f"turn {number}" for number in range(4)]
-    assert len(episode.branches) == 4 and episode.course.num_turns == 5
+    assert len(episode.branches) == 4 and episode.stats.num_turns == 5
     recorded = sorted(turn for branch in episode.branches for turn in branch.turns)
     assert recorded == [(0, len("first") + 1), *((turn, len("turn 0") + 1) for turn in range(1, 5))]
     assert len({turn.state for turn in episode.turns}) == 5 == len(episode.turns)
@@ -459,7 +459,7 @@ async def test_abandoned_requests_are_cancelled_and_nothing_is_recorded_after_th
             with pytest.raises(openai.APIStatusError, match=r"the episode is over \(finished\)"):
                 await ask
         episode = agent.session.episode
-        assert (episode.course.num_turns, len(episode.branches), len(agent.prompts)) == (1, 1, 3)
+        assert (episode.stats.num_turns, len(episode.branches), len(agent.prompts)) == (1, 1, 3)
 
 
 def test_a_turn_that_its_agent_never_received_is_not_recorded() -> None:
@@ -475,4 +475,4 @@ async def test_an_episode_without_a_server_is_aborted() -> None:
         with pytest.raises(openai.InternalServerError, match="no server could answer"):
             await agent.chat(QUESTION)
         episode = agent.end()
-        assert (episode.course.state, episode.reward) == ("aborted", None)
+        assert (episode.stats.state, episode.reward) == ("aborted", None)

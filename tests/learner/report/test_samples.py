@@ -95,8 +95,8 @@ def test_an_episode_has_the_beginnings_of_long_prompts_of_its_branches() -> None
         msgspec.structs.replace(branch, prompt_token_ids=None if num is None else np.full(num, 5, np.int32))
         for num in (None, 2048, 2050)
     ]
-    course = EpisodeStats(state="finished", num_turns=3, num_calls=0, environment_s=0.0)
-    first, second, third = (one["prompt"] for one in episode_of(course, [], branches, TOKENIZER)["branches"])
+    stats = EpisodeStats(state="finished", num_turns=3, num_calls=0, environment_s=0.0)
+    first, second, third = (one["prompt"] for one in episode_of(stats, [], branches, TOKENIZER)["branches"])
     assert first is None and third == f"{second} … (2 more tokens)"
 
 
@@ -175,12 +175,12 @@ def test_samples_keep_every_branch_and_the_report_shows_speaker_and_version(
     branches = [
         a_branch("12893", [(4, 1), (5, 1), (None, 2), (5, 1)]), a_branch("1", [(5, 1)]), a_branch("2", [(7, 1)], "77"),
     ]  # fmt: skip
-    courses = [
+    stats = [
         EpisodeStats(state="finished", num_turns=2, num_calls=1, num_failed_calls=1, environment_s=0.5),
         EpisodeStats(state="tool_timeout", num_turns=1),
     ]
     group = msgspec.structs.replace(
-        a_group(), rewards_G=[1.0, None], completions=branches, num_branches_G=[1, 2], courses_G=courses,
+        a_group(), rewards_G=[1.0, None], completions=branches, num_branches_G=[1, 2], stats_G=stats,
         turns_G=[[EpisodeTurn(reward=0.25), EpisodeTurn()], [EpisodeTurn()]],
     )  # fmt: skip
     write_run(tmp_path)
