@@ -87,7 +87,7 @@ def _set_traps(traps: Traps) -> None:
     traps.wrap(Ledger, "score", "before score is committed")
     traps.wrap(Ledger, "consume", "before step is committed")
     traps.wrap(ReferenceServer, "score", "scoring for the reference")
-    traps.wrap(ReferenceServer, "_push", "refilling the reference")
+    traps.wrap(ReferenceServer, "_send", "refilling the reference")
     traps.wrap(Player, "_turn", "between turns")
     traps.wrap(PartialResults, "add", "before an answer is kept")
     traps.wrap(learner.evaluation.results, "record_evaluation", "before evaluation is noted")

@@ -2,6 +2,8 @@
 
 import asyncio
 import sqlite3
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -13,6 +15,7 @@ import pytest
 from learner.rollouts.ledger import Ledger
 from tests.chaos.audit import Prompts, Received, audit_prompts, audit_references
 from tests.chaos.fault_result import FaultResult, notice_s
+from tests.chaos.process import LEARNER, ROOT, SERVER
 from tests.chaos.report import LegReport, Report, make_report
 from tests.chaos.run import Run
 from tests.chaos.schedule import OF_EPISODES, STATES, Fault, Kind, Target, schedule
@@ -92,6 +95,13 @@ def test_a_call_hangs_only_at_its_trap_while_its_process_continues(tmp_path: Pat
         hanging.cancel()
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("module", [LEARNER, SERVER])
+def test_each_trap_is_at_a_function_that_the_product_has(module: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", module, str(tmp_path), "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 # --- the audit of prompts --------------------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def test_every_episode_follows_the_rules_on_one_server_and_is_trained_once_with_
 
 
 class MortalEngine(VersionedEngine):
-    """Calls `die` at a later turn of an episode under version 2, and never answers that turn."""
+    """Calls `die` at a later turn of an episode, from version 2 on, and never answers that turn."""
 
     die: Callable[[], None]
 
@@ -88,7 +88,7 @@ class MortalEngine(VersionedEngine):
         self, prompt_token_ids: np.ndarray, sampling: Sampling, salt: str, experts_from: int | None
     ) -> AsyncIterator[Sampled]:
         await self.opened()
-        if salt and self.version == 2:  # a first turn has no salt
+        if salt and (self.version or 0) >= 2:  # a first turn has no salt
             self.release.clear()
             self.die()
         async for sampled in super().generate(prompt_token_ids, sampling, salt, experts_from):
@@ -102,7 +102,7 @@ def test_no_episode_is_lost_when_a_server_dies_between_turns(tmp_path: Path) -> 
         run = playing_run(tmp_path, one.endpoint, other.endpoint, steps=6)
         train(run, resume=False)
     assert not mortal.release.is_set(), "no later turn was pending"
-    assert mortal.versions[-1] == 2 and survivor.versions == list(range(7))
+    assert 2 <= mortal.versions[-1] < 6 and survivor.versions == list(range(7))
     assert rows_of(run, "max(attempt), count(*)", "state = 'consumed'") == [(0, 18)]
     for group, secret in groups_of(run):
         for episode in group.episodes:
