@@ -162,8 +162,8 @@ class RankWatch:
         except OSError as error:
             log.warning(
                 "rank %d cannot reach rank 0 at %s, port %d (%s): if one of the two dies, the other detects it only "
-                "after "
-                "learner.collective_timeout_s", self._rank, host, port, error,
+                "after learner.collective_timeout_s",
+                self._rank, host, port, error,
             )  # fmt: skip
             return
         self._begin(connection, greeting)
@@ -181,8 +181,9 @@ class RankWatch:
 
     def _begin(self, connection: socket.socket, greeting: Greeting) -> None:
         keep_alive(connection)
-        # Not sent by the thread, so that a rank that dies before the thread starts is known by name.
-        send_line(connection, greeting)
+        if self._rank != 0:
+            # Not sent by the thread, so that a rank that dies before the thread starts is known by name.
+            send_line(connection, greeting)
         _start(self._listen_to, connection, greeting)
 
     def _listen_to(self, connection: socket.socket, greeting: Greeting) -> None:
@@ -192,6 +193,8 @@ class RankWatch:
         if not isinstance(other, Greeting) or not secrets.compare_digest(other.token.encode(), greeting.token.encode()):
             connection.close()  # not a rank of this learner
             return
+        if self._rank == 0:
+            send_line(connection, greeting)  # only now, because it has the token
         connection.settimeout(None)
         with self._lock:
             self._connections.append(connection)
