@@ -5,8 +5,10 @@ Invariant: a probe changes nothing about the run that is served.
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Awaitable
+from concurrent.futures import Future
 
 from inference_server.engine.containment import run_contained
 from inference_server.engine.interface import Engine
@@ -55,16 +57,24 @@ class ProbeHandler:
         else:
             self._is_testing = True
             try:
-                ended = await asyncio.to_thread(_run_trial, trial)
+                ended = await asyncio.wrap_future(_start_trial(trial))
             finally:
                 self._is_testing = False
         await self._channel.send(peer, ended)
 
 
-def _run_trial(trial: Trial) -> TrialResult:
-    from protocol.transports.trial import receive_trial  # imports torch
+def _start_trial(trial: Trial) -> Future[TrialResult]:
+    """Run the trial in a daemon thread, since the server would wait for one of the event loop's pool before it exits."""
+    result: Future[TrialResult] = Future()
+    result.set_running_or_notify_cancel()
+    threading.Thread(target=lambda: result.set_result(_run_trial(trial)), name="trial", daemon=True).start()
+    return result
 
+
+def _run_trial(trial: Trial) -> TrialResult:
     try:
+        from protocol.transports.trial import receive_trial  # imports torch
+
         return TrialResult(trial_id=trial.trial_id, receive_s=receive_trial(trial))
     except Exception as error:
         # The peer chose the address, so any failure is reported to the peer and must not stop the server.

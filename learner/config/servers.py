@@ -91,8 +91,8 @@ class WeightSyncConfig(Section):
     server that is refreshed. Unset: any free port."""
     advertise: MayChange[str | None] = None
     """Host or address at which the server's workers reach the learner, with transport = "tcp". Needed behind
-    address translation. Unset: the learner's address on its connection to the server. The port is the one the
-    learner listens on."""
+    address translation. Unset, and for servers at a loopback endpoint: the learner's address on its connection to
+    the server. The port is the one the learner listens on."""
     bucket_mib: MayChange[AtLeastOne[int]] = 256
     """Size of the flat buckets that carry the weights, in MiB. A larger tensor is a bucket of its own. The
     server holds two or three buckets."""

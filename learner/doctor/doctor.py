@@ -253,19 +253,18 @@ async def check_bandwidth(run: LearnerRun, channel: LearnerChannel) -> Finding:
     timeout_s = min(push.timeout_s, MAX_TRIAL_S)
     chosen = TRANSPORTS.get(push.transport)
     by = "tcp" if chosen is None or load_transport(push.transport).between_gpus else push.transport
-    called = push.advertise or own_host
-    remedy = (
-        f"allow connections from the server's machine to {called} on port {push.ports or 'any'} "
-        "(learner.weight_sync.ports, learner.weight_sync.advertise) in the firewalls"
-    )
-    if chosen is not None and not chosen.uses_one_port:
-        remedy = f"allow TCP between {own_host} and the server in the firewalls, on all ports and in both directions"
     try:
         rendezvous_host = RendezvousHost(own_host, timeout_s, ports=push.port_range(), advertise=push.advertise)
     except PushError as error:
         return problem_of(
             "bandwidth", error, "stop the run that uses the ports, or add ports to learner.weight_sync.ports"
         )
+    remedy = (
+        f"allow connections from the server's machine to {rendezvous_host.advertised} on port {push.ports or 'any'} "
+        "(learner.weight_sync.ports, learner.weight_sync.advertise) in the firewalls"
+    )
+    if chosen is not None and not chosen.uses_one_port:
+        remedy = f"allow TCP between {own_host} and the server in the firewalls, on all ports and in both directions"
     with closing(rendezvous_host):
         trial = Trial(trial_id=uuid.uuid4().hex, rendezvous=rendezvous_host.rendezvous(1, by), num_bytes=TRIAL_BYTES)
         await channel.send(trial, ANSWER_TIMEOUT_S)
@@ -281,7 +280,7 @@ async def check_bandwidth(run: LearnerRun, channel: LearnerChannel) -> Finding:
     if ended.error is not None:
         return problem("bandwidth", f"weights cannot be sent: {in_one_line(ended.error)}", remedy)
     found = fast_enough(TRIAL_BYTES / max(ended.receive_s, 1e-6), sync_bytes(run), push)
-    return msgspec.structs.replace(found, text=f"{found.text}; workers connect to {called}")
+    return msgspec.structs.replace(found, text=f"{found.text}; workers connect to {rendezvous_host.advertised}")
 
 
 def fast_enough(rate: float, num_bytes: int | None, push: WeightSyncConfig) -> Finding:

@@ -112,7 +112,10 @@ def open_player(run: LearnerRun, prompts: Prompts, cleanup: ExitStack, *, asks_a
     if not config.environment.is_used or config.environment.has_agent:
         return None
     is_forked = config.environment.python is None
-    reserve_open_files(config.environment.max_concurrent, 3 if is_forked else 2)  # ends of the process's pipes
+    num_pipes = 3 if is_forked else 2
+    reserve_open_files(
+        config.environment.max_concurrent, num_pipes, "environments (learner.environment.max_concurrent)"
+    )
     environments = Environments(config.environment, takes_text=not prompts.are_conversations)
     cleanup.callback(environments.close)
     return Player(config, prompts.template, environments, asks_attributes=asks_attributes)
@@ -126,7 +129,8 @@ def open_agents(run: LearnerRun, prompts: Prompts, loop: LoopThread, cleanup: Ex
     """
     if not run.learner.environment.has_agent:
         return None
-    reserve_open_files(run.learner.environment.max_concurrent, 2)  # its socket and a connection to the gateway
+    num_files = 2  # its socket and a connection to the gateway
+    reserve_open_files(run.learner.environment.max_concurrent, num_files, "agents (learner.environment.max_concurrent)")
     player = AgentPlayer(run.learner, prompts.template, run.model)
     player.start(loop, cleanup)
     return player

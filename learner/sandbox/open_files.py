@@ -1,4 +1,4 @@
-"""The limit of open files (`ulimit -n`), for runs with many environments or agents.
+"""The limit of open files (`ulimit -n`), for runs with many environments, agents or servers.
 
 The usual soft limit of 1,024 ends with a few hundred processes. The learner and what it starts get a higher one, as far
 as the hard limit allows.
@@ -12,16 +12,16 @@ from protocol.errors import ConfigError
 MAX_OPEN_FILES = 65536
 """Soft limit, unless more are needed. Code that closes all possible files still takes only milliseconds."""
 NUM_OTHER_FILES = 64
-"""Files that a small run has open besides: its ledger, logs, event loops and connections to servers."""
+"""Files that a small run has open besides: its ledger, logs, event loops and a few connections."""
 
 
-def reserve_open_files(max_concurrent: int, num_per_process: int) -> None:
-    """Raise the soft limit for `max_concurrent` processes, each with at least `num_per_process` open files.
+def reserve_open_files(num: int, files_each: int, what: str) -> None:
+    """Raise the soft limit for `num` processes or connections, each with at least `files_each` open files.
 
     Raises:
-        ConfigError: If the hard limit is too low.
+        ConfigError: If the hard limit is too low. It names `what`, with the key that sets the number.
     """
-    needed = max_concurrent * num_per_process + NUM_OTHER_FILES
+    needed = num * files_each + NUM_OTHER_FILES
     wanted = max(MAX_OPEN_FILES, needed)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -32,7 +32,6 @@ def reserve_open_files(max_concurrent: int, num_per_process: int) -> None:
         soft = limit
     if soft < needed:
         raise ConfigError(
-            f"learner.environment.max_concurrent = {max_concurrent} needs at least {needed} open files, and this "
-            f"machine allows {soft}; raise the hard limit (ulimit -n), or set that key to "
-            f"{max((soft - NUM_OTHER_FILES) // num_per_process, 1)} or less"
+            f"{num} {what} need at least {needed} open files, and this machine allows {soft}; raise the hard limit "
+            f"(ulimit -n), or have {max((soft - NUM_OTHER_FILES) // files_each, 1)} or less"
         )

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Mapping
 from functools import partial
 
 from learner.config import LearnerRun
+from learner.sandbox.open_files import reserve_open_files
 from learner.servers.link import ServerLink
 from learner.servers.loop_thread import LoopThread
 from learner.servers.membership import EndpointSource, Load, Member, MemberState, least_loaded
@@ -36,6 +37,8 @@ REREAD_EVERY_S = 5.0
 """Interval between two reads of `endpoints_from`, in seconds."""
 CLOSE_AFTER_S = 10.0
 """Delay before a removed server's link is closed, so that sends can end, in seconds."""
+FILES_PER_LINK = 10
+"""Open files of a link: those of its ZeroMQ context, and its connection."""
 
 
 def _ignore(*message: object) -> None:
@@ -74,6 +77,8 @@ class Fleet:
         self._source = (
             EndpointSource(run.endpoints_from, has_keys=has_keys, insecure=run.insecure) if run.endpoints_from else None
         )
+        self._problem: str | None = None
+        """Why servers could not be added."""
         endpoints = self._source.endpoints if self._source else run.servers
         self.members: tuple[Member, ...] = self._open(endpoints)
 
@@ -237,8 +242,13 @@ class Fleet:
         """Maximum sequence length that all servers support, including former ones."""
         return min(link.welcome.max_model_len for link in self._links if link.welcome is not None)
 
-    def _open(self, endpoints: Collection[str]) -> tuple[Member, ...]:
-        """Return new members. Not for the loop: it looks up each name, which may take DNS many seconds."""
+    def _open(self, endpoints: Collection[str], num_others: int = 0) -> tuple[Member, ...]:
+        """Return new members. Not for the loop: it looks up each name, which may take DNS many seconds.
+
+        Raises:
+            ConfigError: If this process may not open the files for all members. libzmq would abort it.
+        """
+        reserve_open_files(num_others + len(endpoints), FILES_PER_LINK, "servers (`endpoints`, `endpoints_from`)")
         members = list[Member]()
         for endpoint in endpoints:
             link = ServerLink(endpoint, self.hello, keys=self._keys, insecure=self._run.insecure)
@@ -275,7 +285,14 @@ class Fleet:
                     self.loop.spawn(self._drain(member))
 
     async def _add(self, endpoints: Collection[str], in_place_of: Member | None = None) -> None:
-        new = await asyncio.to_thread(self._open, endpoints)
+        num_others = sum(member is not in_place_of for member in self.members)
+        new: tuple[Member, ...] = ()
+        try:
+            new = await asyncio.to_thread(self._open, endpoints, num_others)
+        except ConfigError as error:
+            if str(error) != self._problem:
+                self._problem = str(error)
+                log.warning("%s; not adding %s", error, ", ".join(endpoints))
         self.members = (*(member for member in self.members if member is not in_place_of), *new)
         for member in new:
             self.loop.spawn(self._keep(member))

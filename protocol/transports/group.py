@@ -24,7 +24,7 @@ from contextlib import closing, contextmanager, suppress
 import msgspec
 import torch
 
-from protocol.endpoint import join_address, needs_ipv6, split_endpoint
+from protocol.endpoint import is_loopback, join_address, needs_ipv6, split_endpoint
 from protocol.errors import PushError, PushInterrupted
 from protocol.line_socket import keep_alive
 from protocol.messages import Rendezvous
@@ -88,13 +88,16 @@ class RendezvousHost:
     """Meeting point of all ranks of a session, on the learner.
 
     Until `close`, it listens on the address by which the server reaches the learner, on the first free port
-    of `ports` (0: any). The ranks connect to `advertise` instead, if the server sees another address.
+    of `ports` (0: any). The ranks connect to `advertise` instead, if the server sees another address. Loopback
+    has only one.
     """
 
     def __init__(
         self, host: str, timeout_s: float, *, ports: Sequence[int] = (0,), advertise: str | None = None
     ) -> None:
-        self._advertised, self._timeout_s = advertise or host, timeout_s
+        self.advertised = host if advertise is None or is_loopback(host) else advertise
+        """Address to which the ranks connect."""
+        self._timeout_s = timeout_s
         self._store = RendezvousStore(host, ports)
 
     def rendezvous(self, num_workers: int, transport: str) -> Rendezvous:
@@ -105,7 +108,7 @@ class RendezvousHost:
         """
         secret = load_transport(transport).new_secret(self._store, 1 + num_workers, self._timeout_s)
         return Rendezvous(
-            transport=transport, host=self._advertised, port=self._store.port, world_size=1 + num_workers,
+            transport=transport, host=self.advertised, port=self._store.port, world_size=1 + num_workers,
             timeout_s=self._timeout_s, secret=secret,
         )  # fmt: skip
 

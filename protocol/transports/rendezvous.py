@@ -131,16 +131,15 @@ class StoreClient:
         except OSError as error:
             raise self._unreachable(error) from error
         self.own_host: str = self._socket.getsockname()[0]
-        self._lines = self._socket.makefile("rwb")
         self._lock = threading.Lock()
+        self._is_late = False
+        """Whether an answer was not complete at its deadline. The rest of it would be read as the next answer."""
 
     def query(self, query: StoreQuery | RankReport) -> bytes | None:
         try:
             with self._lock:
-                self._lines.write(msgspec.json.encode(query) + b"\n")
-                self._lines.flush()
-                line = self._lines.readline(MAX_LINE_BYTES)
-        except (OSError, ValueError) as error:  # ValueError: it was closed in the meantime
+                line = self._line_after(msgspec.json.encode(query) + b"\n")
+        except OSError as error:
             raise self._unreachable(error) from error
         if not line:
             raise self._unreachable("it closed the connection")
@@ -149,9 +148,32 @@ class StoreClient:
     def close(self) -> None:
         with contextlib.suppress(OSError):  # already broken
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits for an answer
-        with self._lock, contextlib.suppress(OSError):  # the rest could not be sent
-            self._lines.close()
-        self._socket.close()
+        with self._lock:
+            self._socket.close()
+
+    def _line_after(self, query: bytes) -> bytes:
+        """Return the answer, or what has arrived of it when the connection ends.
+
+        Raises:
+            TimeoutError: If the line is not complete at its deadline, or an earlier one was not.
+        """
+        if self._is_late:
+            raise TimeoutError
+        deadline = time.monotonic() + self._answer_timeout_s
+        self._socket.settimeout(self._answer_timeout_s)
+        try:
+            self._socket.sendall(query)
+            line, part = b"", b"?"
+            while part and b"\n" not in part and len(line) < MAX_LINE_BYTES:
+                if (left_s := deadline - time.monotonic()) <= 0:
+                    raise TimeoutError
+                self._socket.settimeout(left_s)
+                part = self._socket.recv(MAX_LINE_BYTES - len(line))
+                line += part
+        except TimeoutError:
+            self._is_late = True
+            raise
+        return line
 
     def _value_in(self, line: bytes) -> bytes | None:
         try:

@@ -6,6 +6,7 @@ It uses the path of a weight sync between the same hosts, to the port of the lea
 Invariant: it takes one chunk of memory, whatever the number of bytes.
 """
 
+import threading
 import time
 from contextlib import closing
 
@@ -40,7 +41,7 @@ def receive_trial(trial: Trial) -> float:
     """Receive the bytes and return the seconds that they took.
 
     Raises:
-        PushError: If the rendezvous is not that of a trial, or the transfer fails.
+        PushError: If the rendezvous is not that of a trial, or the transfer fails or takes more than two steps' time.
     """
     rendezvous = trial.rendezvous
     if load_transport(rendezvous.transport).between_gpus or rendezvous.world_size != 2:
@@ -50,7 +51,13 @@ def receive_trial(trial: Trial) -> float:
         )
     rendezvous = msgspec.structs.replace(rendezvous, timeout_s=min(rendezvous.timeout_s, MAX_TRIAL_S))
     with closing(join_collective(trial.trial_id, rendezvous, 1, CPU)) as collective:
-        return _transfer(collective, trial.num_bytes)
+        overdue = threading.Timer(2 * rendezvous.timeout_s, collective.abort)
+        overdue.daemon = True
+        overdue.start()
+        try:
+            return _transfer(collective, trial.num_bytes)
+        finally:
+            overdue.cancel()
 
 
 def _transfer(collective: Collective, num_bytes: int) -> float:

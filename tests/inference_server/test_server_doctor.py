@@ -1,13 +1,19 @@
 """`inference-server doctor` with real ports and files: each fault in one line; and transfer tests at a server."""
 
+import asyncio
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
+import torch
 
 from inference_server.config import ServerRun
 from inference_server.doctor import check_resources, check_transports, check_vllm_names, examine
@@ -15,11 +21,17 @@ from inference_server.engine.installed_vllm import installed_at
 from inference_server.engine.vllm_names import all_names
 from inference_server.preparation import needed_bytes
 from protocol.channel.keys import make_keys
+from protocol.channel.sockets import LearnerChannel
 from protocol.config import load_config
 from protocol.doctor import Finding, ok
+from protocol.errors import PushError
 from protocol.hardware import GpuChoice
 from protocol.messages import MAX_TRIAL_BYTES, Rendezvous, Trial, TrialResult
 from protocol.model_files import resolve_model, weight_bytes
+from protocol.transports.group import RendezvousHost
+from protocol.transports.tcp import LENGTH, PIECE_BYTES
+from protocol.transports.trial import CHUNK_BYTES, receive_trial
+from tests.fakes import ScriptedEngine, serving
 from tests.inference_server.scripted_server import Stage, with_server
 from tests.ports import free_endpoint
 
@@ -259,3 +271,47 @@ async def test_one_trial_at_a_time(at: Stage) -> None:
         second, first = await at.learner.receive(TrialResult), await at.learner.receive(TrialResult)
     assert (second.trial_id, first.trial_id) == ("b", "a")
     assert second.error == "another transfer test is running on this server" and first.error
+
+
+def test_a_server_stops_during_a_trial_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, may_end, has_ended = threading.Event(), threading.Event(), threading.Event()
+
+    def hang(_: Trial) -> float:
+        started.set()
+        may_end.wait(20.0)
+        has_ended.set()
+        return 0.0
+
+    async def stop_during_a_trial() -> None:
+        async with serving(ScriptedEngine()) as running:
+            with closing(LearnerChannel(running.endpoint)) as doctor:
+                await doctor.send(trial("a", 1), 10.0)
+                assert await asyncio.to_thread(started.wait, 10.0)
+
+    monkeypatch.setattr("protocol.transports.trial.receive_trial", hang)
+    asyncio.run(stop_during_a_trial())
+    assert not has_ended.is_set()
+    may_end.set()
+    assert has_ended.wait(10.0)
+
+
+def test_a_trial_that_trickles_in_ends_after_twice_the_time_of_a_step() -> None:
+    with (
+        closing(RendezvousHost("127.0.0.1", 1.0)) as hosted,
+        ThreadPoolExecutor(1) as receiving,
+    ):
+        rendezvous = hosted.rendezvous(1, "tcp")
+        result = receiving.submit(receive_trial, Trial(trial_id="a", rendezvous=rendezvous, num_bytes=MAX_TRIAL_BYTES))
+        device = torch.device("cpu")
+        with closing(hosted.host_collective("a", rendezvous, device)) as sending:
+            sending.broadcast(torch.zeros(1, dtype=torch.uint8))
+            target = sending._targets[1]
+            with suppress(OSError):
+                for number in range(40):  # 10 s
+                    if number % (CHUNK_BYTES // PIECE_BYTES) == 0:
+                        target.send(memoryview(LENGTH.pack(CHUNK_BYTES)))
+                    target.send(memoryview(bytes(PIECE_BYTES)))
+                    time.sleep(0.25)
+                pytest.fail("the trial has not ended")
+            with pytest.raises(PushError, match="broadcast of 4194304 bytes in session a failed"):
+                result.result()

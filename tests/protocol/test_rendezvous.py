@@ -1,6 +1,7 @@
 """The store through which ranks meet: a query gets an answer or an error soon, and strangers get neither entries nor
 memory."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -105,6 +106,27 @@ def test_an_answer_of_no_store_is_an_error_and_takes_no_more_memory_than_a_line(
                 remote.query(StoreQuery("s1", "key"))
             with pytest.raises(PushError, match="cannot reach the learner's rendezvous"):
                 remote.query(StoreQuery("s1", "key"))
+
+
+def test_an_answer_that_trickles_in_is_an_error_at_the_deadline() -> None:
+    with (
+        socket.create_server((HOST, 0)) as listener,
+        closing(StoreClient(HOST, listener.getsockname()[1], 0.5)) as remote,
+    ):
+        connection, _ = listener.accept()
+
+        def trickle() -> None:
+            with connection, contextlib.suppress(OSError):
+                for _ in range(50):
+                    connection.sendall(b" ")
+                    time.sleep(0.1)
+
+        trickling = threading.Thread(target=trickle)
+        trickling.start()
+        for _ in range(2):
+            with pytest.raises(PushError, match=r"cannot reach the learner's rendezvous .* no answer within 0\.5 s"):
+                remote.query(StoreQuery("s1", "key"))
+        trickling.join(TIMEOUT_S)
 
 
 def test_more_notes_than_there_is_room_for_push_out_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,7 +42,7 @@ def test_the_soft_limit_is_raised_as_far_as_needed_and_allowed(
     allow: Callable[[int, int], list[Limits]], soft: int, hard: int, max_concurrent: int, expected: int
 ) -> None:
     limits = allow(soft, hard)
-    reserve_open_files(max_concurrent, 3)
+    reserve_open_files(max_concurrent, 3, "agents")
     assert limits[-1] == (expected, hard)
 
 
@@ -50,9 +50,10 @@ def test_more_processes_than_the_hard_limit_allows_are_refused_with_the_key(
     allow: Callable[[int, int], list[Limits]],
 ) -> None:
     allow(1024, 1024)
-    reserve_open_files(320, 3)
-    with pytest.raises(ConfigError, match=r"max_concurrent = 321 needs at least 1027 .* allows 1024; .* 320 or less"):
-        reserve_open_files(321, 3)
+    reserve_open_files(320, 3, "agents (max_concurrent)")
+    expected = r"321 agents \(max_concurrent\) need at least 1027 .* allows 1024; .* 320 or less"
+    with pytest.raises(ConfigError, match=expected):
+        reserve_open_files(321, 3, "agents (max_concurrent)")
 
 
 def test_a_lack_of_open_files_is_not_blamed_on_the_interpreter() -> None:

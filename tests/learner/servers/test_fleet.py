@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import logging
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -11,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from inference_server.config import ServerConfig
+from learner.sandbox.open_files import NUM_OTHER_FILES
+from learner.servers.fleet import FILES_PER_LINK
 from learner.servers.link import DEAD_AFTER_S, HELLO_INTERVAL_S
 from learner.servers.loop_thread import LoopThread
-from protocol.errors import DeadlineExceeded, HandshakeRefused, RewardError, ServerLost
+from protocol.errors import ConfigError, DeadlineExceeded, HandshakeRefused, RewardError, ServerLost
 from tests.fakes import ScriptedEngine, ServerThread
 from tests.learner.model_engine import tiny_server
 from tests.learner.servers.fleets import a_fleet, tenancy_of
@@ -96,6 +99,29 @@ def test_a_wait_for_a_missing_server_ends_with_a_remedy_and_a_cancelled_wait_imm
         closing.set()
         with pytest.raises(ServerLost, match="stopped waiting for any of the inference servers at"):
             fleet.wait(closing)
+
+
+def test_servers_that_need_too_many_open_files_are_refused_at_the_start_and_not_added_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    limit = NUM_OTHER_FILES + 2 * FILES_PER_LINK
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    monkeypatch.setattr("learner.servers.fleet.REREAD_EVERY_S", 0.05)
+    endpoints = [f"tcp://127.0.0.1:{port}" for port in (1, 2, 3)]
+    expected = r"^3 servers \(`endpoints`, .* need at least 94 open files.* have 2 or less"
+    with pytest.raises(ConfigError, match=expected), a_fleet(tmp_path, *endpoints):
+        pass
+    listed = tmp_path / "servers.txt"
+    listed.write_text("\n".join(endpoints[:2]))
+    with a_fleet(tmp_path, listed=listed) as fleet:
+        listed.write_text("\n".join(endpoints))
+        until(lambda: f"not adding {endpoints[2]}" in caplog.text)
+        time.sleep(0.3)  # more reads
+        assert caplog.text.count("not adding") == 1
+        assert [member.endpoint for member in fleet.members] == endpoints[:2]
+        listed.write_text("\n".join(endpoints[1:]))
+        until(lambda: [member.endpoint for member in fleet.members] == endpoints[1:])
 
 
 def test_a_slow_name_server_delays_only_the_servers_that_it_is_asked_for(

@@ -3,6 +3,7 @@ stays."""
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -92,6 +93,14 @@ def test_workers_have_their_ranks_in_the_order_of_the_servers_and_a_session_is_o
     with pytest.raises(PushError, match="the learner abandoned the session"):  # in place of which there is the new one
         session.join()
     sessions.close_all()
+
+
+@pytest.mark.parametrize(("host", "expected"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "learner.example")])
+def test_servers_on_this_host_connect_to_its_loopback_address_and_others_to_the_advertised_one(
+    host: str, expected: str
+) -> None:
+    with closing(RendezvousHost(host, TIMEOUT_S, advertise="learner.example")) as rendezvous_host:
+        assert rendezvous_host.rendezvous(1, "tcp").host == expected
 
 
 def test_the_last_report_of_the_sync_before_hides_no_worker_that_hangs() -> None:
