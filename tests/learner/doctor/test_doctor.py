@@ -303,6 +303,27 @@ def test_memory_is_estimated_for_the_passes_on_this_device(tmp_path: Path) -> No
     assert needed() != needed("--learner.micro-batch-tokens", str(4 * num_tokens))
 
 
+def test_the_gpus_of_the_learner_are_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free_gib, devices = [1, 70, 40], list[torch.device]()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free_gib))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (free_gib[gpu] << 30, 80 << 30))
+    monkeypatch.setattr("learner.doctor.doctor.own_device_name", lambda device: devices.append(device) or "a/1")
+    monkeypatch.setattr("learner.doctor.doctor.offered_transports", lambda: ["tcp"])
+    run = run_at(NOBODY, tmp_path)
+    for learner_gpus, gib, first in (([1, 2], 40.0, 1), ([2, 5], 40.0, 2), ([5], 1.0, 0), ([], 1.0, 0)):
+        placed = msgspec.structs.replace(run, deploy={"learner_gpus": learner_gpus, "server_gpus": [[0]]})
+        room = doctor._room(placed)
+        assert (room.device_gib, room.num_ranks) == (gib, max(1, len(learner_gpus)))
+        check_transport(placed, info(devices=["cpu"]))
+        assert devices.pop() == torch.device("cuda", first)
+
+
+def test_an_invalid_placement_is_a_problem(tmp_path: Path) -> None:
+    run = msgspec.structs.replace(run_at(NOBODY, tmp_path), deploy={"learner_gpus": 1})
+    assert the_problem(run).endswith("deploy.learner_gpus = 1: Expected `array`, got `int`; use a list")
+
+
 def test_an_unreadable_model_config_affects_only_the_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_config: object) -> None:
         raise RuntimeError("ambiguous")
