@@ -9,6 +9,7 @@ The needs of memory and disk are estimated without loading the model.
 """
 
 import asyncio
+import math
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing, suppress
@@ -28,6 +29,7 @@ from learner.servers.parity import DTYPES, coarser
 from protocol.channel.keys import learner_keys
 from protocol.channel.sockets import LearnerChannel
 from protocol.config_keys import explain
+from protocol.console import counted
 from protocol.doctor import (
     Finding,
     disk_finding,
@@ -361,9 +363,11 @@ def check_resources(run: LearnerRun) -> Iterator[Finding]:
     else:
         yield ok("memory", f"the learner needs about {describe(plan.memory)} with {plan}")
     checkpoints = run.learner.checkpoint
-    num_kept = max(checkpoints.keep_last, 1) + 1  # plus the one that is being written
+    num_written = math.ceil(run.learner.steps / checkpoints.every_steps)
+    # With the one that is being written. 0: all are kept.
+    num_kept = checkpoints.keep_last + 1 if checkpoints.keep_last else num_written
     needed = num_kept * plan.memory.host["checkpoint"]
-    yield disk_finding(run.checkpoint_dir, f"{num_kept} checkpoints", needed)
+    yield disk_finding(run.checkpoint_dir, counted(num_kept, "checkpoint"), needed)
 
 
 def _room(run: LearnerRun) -> Room:

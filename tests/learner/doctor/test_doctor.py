@@ -293,6 +293,13 @@ def test_too_little_memory_and_disk_are_reported_with_both_numbers(
     assert full.verdict == "problem" and f"in {tmp_path}" in full.text
 
 
+@pytest.mark.parametrize(("keep_last", "num_kept"), [(2, 3), (0, 7)])
+def test_all_checkpoints_that_are_kept_need_space(tmp_path: Path, keep_last: int, num_kept: int) -> None:
+    flags = ("--learner.steps", "61", "--learner.checkpoint.every-steps", "10")
+    *_, disk = doctor.check_resources(run_at(NOBODY, tmp_path, *flags, "--learner.checkpoint.keep-last", str(keep_last)))
+    assert disk.subject == "disk" and f"{num_kept} checkpoints" in disk.text
+
+
 def test_memory_is_estimated_for_the_passes_on_this_device(tmp_path: Path) -> None:
     def needed(*flags: str) -> str:
         return next(doctor.check_resources(run_at(NOBODY, tmp_path, *flags))).text
