@@ -84,7 +84,7 @@ def read_arguments(arguments: list[str], program: str, purpose: str) -> Launch |
     if "--dry-run" in switches:
         # The config of a side has its own section in full, and of the others what is in the file or a flag.
         own = {"learner": msgspec.to_builtins(learner_run.learner), "deploy": msgspec.to_builtins(config)}
-        print(to_toml(msgspec.structs.replace(server_run, **own)))
+        print(to_toml(msgspec.structs.replace(server_run, endpoint=learner_run.endpoint, **own)))
         if note := learner_run.idle_keys_note():
             log.warning(note)
         return None

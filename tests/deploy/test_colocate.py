@@ -187,6 +187,16 @@ def test_each_side_reads_the_flags_of_the_other(
     assert not found
 
 
+def test_a_printed_config_of_several_servers_can_be_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    endpoints = ["tcp://127.0.0.1:6001", "tcp://127.0.0.1:6002"]
+    flags = ("--endpoints", *endpoints, "--learner.lora.rank", "8", "--dry-run")
+    assert read_arguments([str(ROOT / RECIPE), *flags], "colocate", "") is None
+    printed = capsys.readouterr().out
+    (tmp_path / "again.toml").write_text(printed)
+    assert read_arguments([str(tmp_path / "again.toml"), "--dry-run"], "colocate", "") is None
+    assert capsys.readouterr().out == printed and endpoints[1] in printed and "rank = 8" in printed
+
+
 def test_a_flag_that_disables_the_http_of_evaluations_is_refused() -> None:
     flags = ("--learner.evaluation.every-steps", "2", "--server.http-port", "0")
     with pytest.raises(ConfigError, match=r"with server.http_port = 0: an evaluation sends its requests"):
