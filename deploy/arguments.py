@@ -6,7 +6,9 @@ Invariant: an invalid config or flag of any side is refused before any process i
 """
 
 import logging
+import re
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -14,7 +16,7 @@ from deploy.placement import DeployConfig, DeployRun
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
 from protocol import console
-from protocol.config import load_config, to_toml
+from protocol.config import OTHER_SECTIONS, load_config, to_toml, with_other_sections
 from protocol.errors import ConfigError
 from protocol.former_keys import renamed_flags
 
@@ -36,6 +38,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """Arguments of every server: config file, flags, switches."""
     learner: tuple[str, ...]
     """Arguments of every rank, without --resume."""
+    environment: dict[str, str]
+    """Environment of every process: flags of the sections of the others."""
     resume: bool
 
     def resume_switch(self, *, again: bool) -> tuple[str, ...]:
@@ -71,41 +75,33 @@ def read_arguments(arguments: list[str], program: str, purpose: str) -> Launch |
     learner_run = load_config(LearnerRun, config_file + flags_of["learner"], program)
     first_endpoint = ["--endpoint", learner_run.servers[0]]  # every server gets its own later
     server_run = load_config(ServerRun, config_file + flags_of["server"] + first_endpoint, program)
+    sections = {
+        "server": keys_from_flags("server", flags_of["server"], server_run.server),
+        "learner": keys_from_flags("learner", flags_of["learner"], learner_run.learner),
+    }
+    learner_run, server_run = with_other_sections(learner_run, sections), with_other_sections(server_run, sections)
+    learner_run.check()
     if "--dry-run" in switches:
-        # Each process reads the sections of the other processes as they are in the file.
+        # The config of a side has its own section in full, and of the others what is in the file or a flag.
         own = {"learner": msgspec.to_builtins(learner_run.learner), "deploy": msgspec.to_builtins(config)}
-        print(to_toml(msgspec.structs.replace(server_run, **own)))
+        print(to_toml(msgspec.structs.replace(server_run, endpoint=learner_run.endpoint, **own)))
         if note := learner_run.idle_keys_note():
             log.warning(note)
         return None
     return Launch(
         config=config, server_run=server_run, learner_run=learner_run, resume="--resume" in switches,
-        server=(*config_file, *flags_of["server"], *adapter_flags(learner_run, server_run), *manner),
+        server=(*config_file, *flags_of["server"], *manner),
         learner=("train", *config_file, *flags_of["learner"], *manner),
+        environment={OTHER_SECTIONS: msgspec.json.encode(sections).decode()},
     )  # fmt: skip
 
 
-def evaluation_flags(learner_run: LearnerRun, server_run: ServerRun) -> tuple[str, ...]:
-    """Return flags with the evaluation URL, whose port may be from a server flag.
-
-    Raises:
-        ConfigError: If evaluations are on and the server has no HTTP port.
-    """
-    run = msgspec.structs.replace(learner_run, server=learner_run.server | {"http_port": server_run.server.http_port})
-    run.check()
-    evaluation = run.learner.evaluation
-    if not evaluation.every_steps or evaluation.url is not None:
-        return ()
-    return ("--learner.evaluation.url", run.evaluation_url)
-
-
-def adapter_flags(learner_run: LearnerRun, server_run: ServerRun) -> tuple[str, ...]:
-    """Return flags with the rank of the learner's adapter, if it is from a learner flag and not in the file."""
-    learner = learner_run.learner
-    rank = 0 if learner.weight_sync.lora == "merged" else learner.lora.rank
-    if server_run.server.max_lora_rank is not None or rank == server_run.lora_rank:
-        return ()
-    return ("--server.max-lora-rank", str(rank))
+def keys_from_flags(section: str, flags: list[str], config: msgspec.Struct) -> dict[str, Any]:
+    """Return the keys and inner sections of a section's config for which there are flags."""
+    (words, _), values = renamed_flags(flags), msgspec.to_builtins(config)
+    own = f"--{section}."
+    names = [word.removeprefix(own).replace("-", "_") for word in words if word.startswith(own)]
+    return {key: values[key] for key in (re.split("[.=]", name)[0] for name in names)}
 
 
 def flags_by_section(flags: list[str]) -> dict[str, list[str]]:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from deploy.arguments import Launch, evaluation_flags, read_arguments
+from deploy.arguments import Launch, read_arguments
 from deploy.placement import DeployConfig, ProcessSpec, rank_specs, reference_spec, server_specs
 from deploy.supervisor import SupervisedProcess, Supervisor
 from inference_server.config import ServerRun
@@ -64,9 +64,7 @@ def colocate(arguments: list[str]) -> int:
     node = Node(
         config=config, launch=launch, logs=launch.make_logs(),
         server=(*module_command("inference_server"), *launch.server),
-        learner=(
-            *module_command("learner"), *launch.learner, *evaluation_flags(launch.learner_run, launch.server_run)
-        ),
+        learner=(*module_command("learner"), *launch.learner),
         learner_environment=servers_on_gpu.environment() if servers_on_gpu else {},
     )  # fmt: skip
     specs = server_specs(config, launch.server_run)
@@ -90,7 +88,8 @@ class Node(msgspec.Struct, frozen=True, kw_only=True):
     """Environment of each rank, in addition to that of its ProcessSpec."""
 
     def start(self, command: tuple[str, ...], spec: ProcessSpec) -> SupervisedProcess:
-        return SupervisedProcess(spec.name, (*command, *spec.flags), spec.environment, self.logs / f"{spec.name}.log")
+        environment = self.launch.environment | spec.environment
+        return SupervisedProcess(spec.name, (*command, *spec.flags), environment, self.logs / f"{spec.name}.log")
 
     def start_learner(self, *, again: bool) -> list[SupervisedProcess]:
         """Start all ranks, with a port for their rendezvous that is free now."""

@@ -11,8 +11,10 @@ The table shows the splits, the rates behind them, and the assumptions.
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -124,18 +126,18 @@ def parse_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[st
     parser = console.ArgumentParser(PROGRAM, __doc__)
     add = parser.add_argument
     add("config", help="config file of the run")
-    add("--gpus", type=int, nargs="+", default=[], help="numbers of GPUs to divide")
+    add("--gpus", type=count, nargs="+", default=[], help="numbers of GPUs to divide")
     add("--split", nargs="+", default=[], metavar="NxM", help="n servers and m ranks, simulated as given")
-    add("--groups-per-gpu", type=float, metavar="G", help="groups_per_step per GPU, instead of the config's")
+    add("--groups-per-gpu", type=positive, metavar="G", help="groups_per_step per GPU, instead of the config's")
     add(
         "--failures",
-        type=float,
+        type=number,
         nargs=2,
         metavar=("EVERY_S", "RESTART_S"),
         help="mean time until a server fails, and time until it is back",
     )
     add("--measured", type=Path, metavar="RUN_DIR", help="take the rates from this run")
-    add("--measured-ranks", type=int, default=1, metavar="M", help="ranks of that run and of the --predict runs")
+    add("--measured-ranks", type=count, default=1, metavar="M", help="ranks of that run and of the --predict runs")
     add("--predict", type=Path, nargs="+", default=[], metavar="RUN_DIR", help="runs to predict from the same rates")
     add("--steps", type=int, default=60, help="optimizer steps to simulate")
     add(
@@ -145,12 +147,12 @@ def parse_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[st
         metavar="N",
         help="maximum number of simulated servers; above it, each represents several",
     )
-    add("--seed", type=int, default=0)
+    add("--seed", type=seed, default=0)
     add("--json", action="store_true", help="print one JSON object instead of the table")
     add = parser.add_argument_group("rates", "override the measured rates; in seconds").add_argument
     add(
         "--lengths",
-        type=float,
+        type=number,
         nargs=5,
         metavar=("P10", "P50", "P90", "MEAN", "MAX"),
         help="completion lengths in tokens",
@@ -161,10 +163,36 @@ def parse_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[st
         metavar="K:RATE",
         help="tokens/s of one server at K running sequences, for at least two K",
     )
-    add("--train-tokens-per-s", type=float, metavar="RATE", help="completion tokens/s of one rank")
+    add("--train-tokens-per-s", type=positive, metavar="RATE", help="completion tokens/s of one rank")
     for name, what in RATE_FLAGS.items():
-        add(f"--{name.replace('_', '-')}", type=float, metavar="S", help=what)
+        add(f"--{name.replace('_', '-')}", type=number, metavar="S", help=what)
     return parser.parse_known_args(arguments)
+
+
+def number(text: str) -> float:
+    """Return a finite number. A simulation with another one would fail, or never end."""
+    with suppress(ValueError):
+        if math.isfinite(value := float(text)):
+            return value
+    raise argparse.ArgumentTypeError(f"{text} is not a finite number")
+
+
+def positive(text: str) -> float:
+    if (value := number(text)) > 0:
+        return value
+    raise argparse.ArgumentTypeError(f"{text} must be above 0")
+
+
+def seed(text: str) -> int:
+    if text.isdecimal():
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text} is not an integer of 0 or more")
+
+
+def count(text: str) -> int:
+    if text.isdecimal() and int(text):
+        return int(text)
+    raise argparse.ArgumentTypeError(f"{text} is not an integer of 1 or more")
 
 
 def plan(options: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]:
@@ -249,6 +277,12 @@ def setup_of(options: argparse.Namespace, flags: Sequence[str], rates: Rates) ->
         raise ConfigError(
             f"--failures {failures.every_s:g} {failures.restart_s:g}: expected EVERY_S above 0 and RESTART_S 0 or more"
         )
+    longest_s = rates.decode_s(1) * rates.lengths.max
+    if failures and failures.every_s < longest_s:  # the simulation might never end
+        raise ConfigError(
+            f"--failures {failures.every_s:g} {failures.restart_s:g}: most servers would fail before they have decoded "
+            f"{rates.lengths.max:g} tokens, which takes {longest_s:.3g} s; raise EVERY_S"
+        )
     return Setup(learner=learner, server=server, rates=rates, num_servers=1, num_ranks=1, failures=failures)
 
 
@@ -296,8 +330,8 @@ def split_of(text: str) -> Split:
 def _point(text: str) -> tuple[float, float]:
     running, _, rate = text.partition(":")
     try:
-        return float(running), float(rate)
-    except ValueError:
+        return number(running), number(rate)
+    except argparse.ArgumentTypeError:
         raise ConfigError(f"--decode {text}: expected running sequences and tokens/s, such as 64:3000") from None
 
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from deploy.arguments import Launch, evaluation_flags
+from deploy.arguments import Launch
 from deploy.placement import RankPosition, RayConfig
 from inference_server.config import ServerRun
 from protocol.channel.keys import make_keys
@@ -88,7 +88,6 @@ def check_launch(launch: Launch) -> None:
         raise ConfigError(
             f"server.nnodes = {num_nodes}, but under Ray all workers of a server are on one node; remove it"
         )
-    evaluation_flags(run, launch.server_run)
 
 
 class ServerList:
@@ -161,7 +160,8 @@ class Commands(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def _evaluates(self) -> bool:
         """True if the learner evaluates over HTTP at a server of the run."""
-        return bool(evaluation_flags(self.launch.learner_run, self.launch.server_run))
+        evaluation = self.launch.learner_run.learner.evaluation
+        return bool(evaluation.every_steps) and evaluation.url is None
 
     def _api_key(self, variable: str) -> dict[str, str]:
         """Return the variable with the key of the HTTP side, if evaluations need it and the config has none."""
@@ -189,7 +189,7 @@ class Commands(msgspec.Struct, frozen=True, kw_only=True):
         return RemoteCommand(
             module=self.server_module,
             arguments=(*self.launch.server, "--endpoint", endpoint_of(host), *http, *self._keys),
-            environment=self._api_key("VLLM_API_KEY"),
+            environment=self.launch.environment | self._api_key("VLLM_API_KEY"),
             directory=self.directory,
             needed_files=self._created_keys,
         )
@@ -202,7 +202,7 @@ class Commands(msgspec.Struct, frozen=True, kw_only=True):
         return RemoteCommand(
             module="learner",
             arguments=(*arguments, *self.launch.resume_switch(again=again)),
-            environment=self._api_key("EVALUATION_API_KEY") | rank_environment(rank, hosts),
+            environment=self.launch.environment | self._api_key("EVALUATION_API_KEY") | rank_environment(rank, hosts),
             directory=self.directory,
             needed_files={str(self.servers.path): f"{self.servers.header}tcp://"} if rank == 0 else {},
         )

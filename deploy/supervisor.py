@@ -29,7 +29,9 @@ from protocol.signals import shutdown_signals
 log = logging.getLogger(__name__)
 
 GRACE_S = 20.0
-"""Seconds a process gets to exit after SIGTERM before it is killed."""
+"""Seconds a server gets to exit after SIGTERM before it is killed."""
+LEARNER_GRACE_S = 900.0
+"""Seconds the ranks get, which finish their step and write a checkpoint."""
 LIBC = ctypes.CDLL(None)  # loaded at import: nothing may take a lock between fork and exec
 PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 POLL_S = 0.2
@@ -123,13 +125,6 @@ def copy_output(name: str, lines: Iterable[str], log_file: Path) -> None:
         console.relay(name, line.rstrip("\n"))
 
 
-def stop(processes: Sequence[Process], grace_s: float = GRACE_S) -> None:
-    """Send SIGTERM to all processes, wait, then kill the remaining ones."""
-    for process in processes:
-        process.signal(signal.SIGTERM)
-    wait_for(processes, grace_s)
-
-
 def wait_for(processes: Sequence[Process], timeout_s: float) -> None:
     """Wait for all processes to exit, and kill those still running after `timeout_s`."""
     give_up_at = time.monotonic() + timeout_s
@@ -173,8 +168,13 @@ class Supervisor:
                 time.sleep(POLL_S)
             return code
         finally:
-            stop(self._ranks)
-            stop(list(self._servers.values()))
+            if not self._is_stopping:  # a second signal would stop the ranks at once
+                for rank in self._ranks:
+                    rank.signal(signal.SIGTERM)
+            wait_for(self._ranks, LEARNER_GRACE_S)
+            for server in self._servers.values():
+                server.signal(signal.SIGTERM)
+            wait_for(list(self._servers.values()), GRACE_S)
 
     def _pass_on(self, number: int) -> None:
         """Forward a signal to the ranks, or keep it until they start.

@@ -17,7 +17,7 @@ from inference_server.engine.installed_vllm import SUPPORTED, check_vllm, instal
 from inference_server.engine.memory import gpu_memory_bytes
 from inference_server.engine.vllm_names import all_names
 from inference_server.http_access import listen, read_api_key
-from inference_server.preparation import MIB, WITHOUT_COPY, needed_bytes
+from inference_server.preparation import MIB, WITHOUT_COPY, loaded_bytes, needed_bytes
 from protocol import console
 from protocol.builtin_models import cache_dir
 from protocol.channel.keys import learner_keys, server_keys
@@ -187,10 +187,11 @@ def check_resources(run: ServerRun) -> Iterator[Finding]:
         remedy = f"{fewer}lower server.kv_cache_memory_mib, {without}or choose a smaller model"
         yield memory_finding("the server", needed_bytes(run, path), free_memory_bytes(), remedy)
         return
-    weights = weight_bytes(path, run.computes_in) // config.tensor_parallel_size
+    weights = loaded_bytes(run, path) // config.tensor_parallel_size
     if config.overlap_weight_loading:
         remedy = f"{WITHOUT_COPY}or free host memory"
-        yield memory_finding("a copy of the weights in host memory", weights, free_memory_bytes(), remedy)
+        received = weight_bytes(path, run.dtype)
+        yield memory_finding("a copy of the weights in host memory", received, free_memory_bytes(), remedy)
     free, total = gpu
     if config.kv_cache_memory_mib is not None:
         remedy = (

@@ -144,9 +144,15 @@ def needed_bytes(run: ServerRun, model_path: Path) -> int:
     """Return the memory that the server needs on a CPU, in bytes.
 
     Each replica needs its weights, of which each node has its share, and once more the weights that it receives
-    during generation. Each worker needs its KV cache and WORKER_BYTES.
+    during generation, which are not quantized. Each worker needs its KV cache and WORKER_BYTES.
     """
-    server, weights = run.server, weight_bytes(model_path, run.computes_in)
-    num_copies = server.data_parallel_size * (2 if server.overlap_weight_loading else 1)
+    server, weights = run.server, loaded_bytes(run, model_path)
+    if server.overlap_weight_loading:
+        weights += weight_bytes(model_path, run.dtype if server.quantization else run.computes_in)
     of_kv = (server.kv_cache_memory_mib or 0) * MIB
-    return num_copies * weights // server.nnodes + server.workers_per_node * (of_kv + WORKER_BYTES)
+    return server.data_parallel_size * weights // server.nnodes + server.workers_per_node * (of_kv + WORKER_BYTES)
+
+
+def loaded_bytes(run: ServerRun, model_path: Path) -> int:
+    """Return the bytes of the weights of one replica."""
+    return weight_bytes(model_path, run.computes_in, quantized=run.server.quantization is not None)

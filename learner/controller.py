@@ -192,6 +192,10 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         self.log.start_clock()
         self.idleness.restart()
 
+    def attach_interrupt(self, interrupt: Interrupt) -> None:
+        """Let an interrupt end the waits for a lost server, so that the step's checkpoint is written at once."""
+        self.fleet.is_interrupted = lambda: interrupt.requested
+
     def publish(self, version: int, expected: ExpectedAnswers | None = None) -> None:
         """Start the checks of `version`, and admit the rollouts that staleness permits.
 
@@ -248,7 +252,8 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     def sync_weights(self, step: int, groups: list[RolloutGroup]) -> dict[str, float]:
         """Record the groups as consumed by `step`, and sync its weights.
 
-        Returns the metrics of the last completed sync: this one, or with overlap the previous one.
+        Returns the metrics of the last completed sync: this one, or with overlap the previous one. There are none
+        if the run is interrupted while no server is connected.
         """
         self.ledger.consume([(group.group_id, staleness(group, step - 1)) for group in groups], step)
         config = self.run_inputs.run.learner
@@ -256,7 +261,9 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         self.sync_check.ask_before(self.weight_sync.holders(step - 1))
         self.sync_check.check()
         while not self.weight_sync.holders():  # every server has restarted since: any of them joins, with all checks
-            self._sync(self.fleet.wait(), step)
+            if not (members := self.fleet.wait()):
+                return {}  # interrupted: a resume sends the weights
+            self._sync(members, step)
         if joiners := self.weight_sync.joiners():
             # With overlap, a sync may always be pending in next_batch, so joining servers also get the
             # weights here.

@@ -93,6 +93,7 @@ def _train(run: LearnerRun, accelerator: Accelerator, *, resume: bool) -> Path |
         if checkpoint is None and config.warm_start.steps > 0:
             checkpoints.save(version)
         interrupt = cleanup.enter_context(Interrupt())
+        lead(Controller.attach_interrupt, interrupt)
         gc.freeze()  # spares the garbage collector from scanning torch's permanent objects again and again
         cleanup.callback(gc.unfreeze)
 

@@ -40,6 +40,9 @@ SEEDS = 1 << 32
 NO_SWITCHES: Mapping[str, str] = MappingProxyType({})
 WARNED = "SLIPSTREAM_WARNED"
 """Environment variable with the last warning about former key names."""
+OTHER_SECTIONS = "SLIPSTREAM_OTHER_SECTIONS"
+"""Environment variable with keys that flags gave the sections of the other processes, as JSON by section. A process
+gets flags of its own section only, but reads a few keys of the others."""
 
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5757"
 DEFAULT_HTTP_PORT = 8000
@@ -125,6 +128,7 @@ def load_config(
     describe = partial(description, purpose or config_type.__doc__ or "", switches, config_type, config_type.COMMON)
     config = with_flags(config_type, base, flags, usage, switches, describe)
     _refuse_unusable(msgspec.to_builtins(config))
+    config = with_other_sections(config, msgspec.json.decode(os.environ.get(OTHER_SECTIONS, "{}")))
     config.check()
     if config.dtype == "float32" and config.head_dtype == "bfloat16":
         raise ConfigError(
@@ -141,6 +145,13 @@ def load_config(
         except ConfigError as error:
             raise ConfigError(f"endpoints = {list(config.endpoints)}: {error}") from error
     return config
+
+
+def with_other_sections(config: C, sections: Mapping[str, dict[str, Any]]) -> C:
+    """Return the config with these keys in the sections that its program does not validate."""
+    tables = {name: getattr(config, name) for name in sections}
+    changes = {name: table | sections[name] for name, table in tables.items() if isinstance(table, dict)}
+    return msgspec.structs.replace(config, **changes)
 
 
 def to_toml(config: msgspec.Struct) -> str:

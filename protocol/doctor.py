@@ -19,6 +19,7 @@ from protocol.installation import DISTRIBUTION
 
 GIB = 1 << 30
 CGROUP = Path("/sys/fs/cgroup")
+RECLAIMABLE = ("active_file", "inactive_file", "slab_reclaimable")
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +93,9 @@ def package_version() -> str:
 def free_memory_bytes() -> int:
     """Return the bytes that this process may still allocate on the machine, or in the container if that is less."""
     free, limit = psutil.virtual_memory().available, _of_cgroup("memory.max")
-    return free if limit is None else min(free, limit - (_of_cgroup("memory.current") or 0))
+    if limit is None:
+        return free
+    return min(free, limit - (_of_cgroup("memory.current") or 0) + _reclaimable_bytes())
 
 
 def total_memory_bytes() -> int:
@@ -108,6 +111,15 @@ def _of_cgroup(name: str) -> int | None:
     except OSError:
         return None
     return None if text == "max" else int(text)
+
+
+def _reclaimable_bytes() -> int:
+    """Return the part of the container's memory that the kernel frees on demand, above all the page cache."""
+    try:
+        lines = (CGROUP / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(value) for name, value in map(str.split, lines) if name in RECLAIMABLE)
 
 
 def dtype_finding(dtype: Dtype) -> Finding:

@@ -37,6 +37,8 @@ _TEXT_FILES = ["*.json", "*.jinja", "additional_chat_templates/*.jinja", "*.mode
 MAX_HEADER_BYTES = 100_000_000
 """Limit of safetensors itself."""
 _WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
+_UNQUANTIZED = ("embed", "lm_head", "wte", "wpe")
+"""Parts of the names of embeddings and heads."""
 _DOWNLOADED = [*_TEXT_FILES, "*.safetensors"]
 
 
@@ -188,31 +190,39 @@ def weight_files(path: Path) -> list[Path]:
     return [whole] if whole.is_file() else sorted(path.glob("*.safetensors"))
 
 
-def weight_bytes(path: Path, dtype: str) -> int:
+def weight_bytes(path: Path, dtype: str, *, quantized: bool = False) -> int:
     """Return the bytes of a model's weights when loaded in `dtype`.
+
+    With `quantized`, the matrices of linear layers, all except embeddings and head, have a byte for each number.
 
     Raises:
         ConfigError: If a file cannot be read.
     """
-    return sum(_bytes_in(file, _WIDTHS[dtype]) for file in weight_files(path))
+    return sum(_bytes_in(file, _WIDTHS[dtype], quantized) for file in weight_files(path))
 
 
-def _bytes_in(file: Path, width: int) -> int:
+def _bytes_in(file: Path, width: int, quantized: bool) -> int:
     try:
         with file.open("rb") as opened:
             if (num_bytes := int.from_bytes(opened.read(8), "little")) > MAX_HEADER_BYTES:
                 raise ValueError(f"its header has {num_bytes} bytes")
             header = json.loads(opened.read(num_bytes))
-        tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
+        header.pop("__metadata__", None)
         return sum(
-            math.prod(one["shape"]) * width if "F" in one["dtype"] else one["data_offsets"][1] - one["data_offsets"][0]
-            for one in tensors
+            math.prod(one["shape"]) * (1 if quantized and _is_linear(name, one["shape"]) else width)
+            if "F" in one["dtype"]
+            else one["data_offsets"][1] - one["data_offsets"][0]
+            for name, one in header.items()
         )
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{file} of `model` cannot be read as safetensors ({error}); make it readable for this user, or download "
             "or save it again"
         ) from error
+
+
+def _is_linear(name: str, shape: list[int]) -> bool:
+    return len(shape) == 2 and not any(part in name for part in _UNQUANTIZED)
 
 
 def quantization(path: Path) -> str | None:

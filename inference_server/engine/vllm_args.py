@@ -178,7 +178,7 @@ def _check_experts(run: ServerRun, args: AsyncEngineArgs) -> None:
 def own_arguments(run: ServerRun, model_path: Path, engine_port: int = 0) -> dict[str, ServerArgument]:
     server = run.server
     executor = "mp" if server.nnodes > 1 else "uni" if is_in_engine_process(server) else None
-    of_head = {"head_dtype": "float32"} if run.has_float32_head and run.computes_in != "float32" else {}
+    of_head = {"head_dtype": "float32"} if run.head_dtype == "float32" and run.computes_in != "float32" else {}
     kv_cache_bytes = None if server.kv_cache_memory_mib is None else server.kv_cache_memory_mib << 20
     return {
         "model": ServerArgument(str(model_path), "set `model`"),

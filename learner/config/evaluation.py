@@ -104,7 +104,9 @@ class EvaluationConfig(Section):
         return msgspec.structs.replace(self, sets={}, **(other_source | own_keys))
 
     def unmet_needs(self) -> dict[str, str]:
-        idle = {} if self.dataset else dict.fromkeys(("dataset_config", "split"), "dataset")
+        idle = {} if self.dataset else {"dataset_config": "dataset"}
+        if not self.dataset and not any(one.dataset for one in self.sets.values()):  # sets inherit only the split
+            idle["split"] = "dataset"
         return idle if self.every_steps else idle | {"at_start": "every_steps", "pin_policy": "every_steps"}
 
     def check(self) -> None:

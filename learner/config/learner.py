@@ -168,8 +168,8 @@ class LearnerRun(SharedConfig):
     learner: LearnerConfig
     """Settings of the learner."""
     server: MayChange[Annotated[dict[str, Any], tyro.conf.Suppress]] = msgspec.field(default_factory=dict)
-    """The server's section. The learner reads max_model_len, to which it pins RoPE, and http_host and
-    http_port, for evaluations."""
+    """The server's section. The learner reads max_model_len, to which it pins RoPE, http_host and http_port, for
+    evaluations, and what a server on the same GPU needs, for its memory plan."""
     deploy: MayChange[Annotated[dict[str, Any], tyro.conf.Suppress]] = msgspec.field(default_factory=dict)
     """Resources of the node per process. Not read by the learner."""
 

@@ -9,6 +9,7 @@ The needs of memory and disk are estimated without loading the model.
 """
 
 import asyncio
+import math
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing, suppress
@@ -27,6 +28,8 @@ from learner.servers.membership import EndpointSource
 from learner.servers.parity import DTYPES, coarser
 from protocol.channel.keys import learner_keys
 from protocol.channel.sockets import LearnerChannel
+from protocol.config_keys import explain
+from protocol.console import counted
 from protocol.doctor import (
     Finding,
     disk_finding,
@@ -60,8 +63,38 @@ TRIAL_BYTES = 64 << 20
 MIB = 1 << 20
 
 
+class Placement(msgspec.Struct, frozen=True):
+    """The learner's part of [deploy], whose other keys only the deploy package reads."""
+
+    learner_gpus: tuple[int, ...] = ()
+    learner_cores: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def of(cls, run: LearnerRun) -> "Placement":
+        """Return the part of a run. Raises ConfigError if a key has another type."""
+        try:
+            return msgspec.convert(run.deploy, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"deploy.{explain(str(error), run.deploy, cls)}; use a list") from error
+
+    @property
+    def gpus(self) -> list[int]:
+        """GPUs of the learner that this process sees, or the first. Empty if it sees none."""
+        seen = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+        return [gpu for gpu in self.learner_gpus if gpu in seen] or [*seen[:1]]
+
+    @property
+    def num_ranks(self) -> int:
+        return max(1, len(self.learner_gpus), len(self.learner_cores))
+
+
 def examine(run: LearnerRun) -> Iterator[Finding]:
     """Yield the findings of all checks: servers, evaluation, dtype, memory and disk, and last the trials."""
+    try:
+        Placement.of(run)
+    except ConfigError as error:
+        yield problem_of("deploy", error, "use a list")
+        return
     try:
         endpoints = servers_now(run)
     except ConfigError as error:
@@ -217,7 +250,8 @@ def check_clock(offset_s: float, slack_s: float) -> Finding:
 
 def check_transport(run: LearnerRun, server_info: ServerInfo) -> Finding:
     """Report the transport that a weight sync would choose."""
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    gpus = Placement.of(run).gpus
+    device = torch.device("cuda", gpus[0]) if gpus else torch.device("cpu")
     wanted, own_device, offered = run.learner.weight_sync.transport, own_device_name(device), offered_transports()
     try:
         chosen = choose_transport(
@@ -328,20 +362,26 @@ def check_resources(run: LearnerRun) -> Iterator[Finding]:
     else:
         yield ok("memory", f"the learner needs about {describe(plan.memory)} with {plan}")
     checkpoints = run.learner.checkpoint
-    num_kept = max(checkpoints.keep_last, 1) + 1  # plus the one that is being written
+    num_written = math.ceil(run.learner.steps / checkpoints.every_steps)
+    # With the one that is being written. 0: all are kept.
+    num_kept = checkpoints.keep_last + 1 if checkpoints.keep_last else num_written
     needed = num_kept * plan.memory.host["checkpoint"]
-    yield disk_finding(run.checkpoint_dir, f"{num_kept} checkpoints", needed)
+    yield disk_finding(run.checkpoint_dir, counted(num_kept, "checkpoint"), needed)
 
 
 def _room(run: LearnerRun) -> Room:
-    """Return the memory that is free now. A server that uses the same GPU may not have started yet."""
-    num_ranks = max(1, *(len(run.deploy.get(key, ())) for key in ("learner_gpus", "learner_cores")))
-    free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
+    """Return the least memory that a GPU of the learner has free now.
+
+    A server that uses the same GPU may not have started yet.
+    """
+    placement = Placement.of(run)
+    memory = [torch.cuda.mem_get_info(gpu) for gpu in placement.gpus]
+    free, total = map(min, zip(*memory, strict=True)) if memory else (0, 0)
     return Room(
         device_gib=free / GIB,
         device_total_gib=total / GIB,
         host_gib=free_memory_bytes() / GIB,
-        device_type="cuda" if torch.cuda.is_available() else "cpu",
-        num_ranks=num_ranks,
-        ranks_per_node=num_ranks,
+        device_type="cuda" if memory else "cpu",
+        num_ranks=placement.num_ranks,
+        ranks_per_node=placement.num_ranks,
     )

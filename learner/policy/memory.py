@@ -159,17 +159,25 @@ def server_memory(shape: ModelShape, run: LearnerRun, *, num_workers: int = 1) -
 
     The KV cache takes what is left (see `kv_bytes_per_token`).
     """
-    wire, sync = bytes_of(run.dtype), run.learner.weight_sync
-    weights = wire * shape.num_parameters
+    sync, num_linear = run.learner.weight_sync, 0
+    if run.server.get("quantization"):  # embedding and head, which may be one, are not quantized
+        num_linear = shape.num_parameters - shape.num_embedding - shape.vocab_size * shape.hidden_size
+    weights = num_linear + bytes_of(_dtype_of_server(run)) * (shape.num_parameters - num_linear)
     device = {"weights": weights // num_workers, "weight sync": SERVER_BUCKETS * (sync.bucket_mib << 20)}
     num_copies = (sync.compression == "delta") + bool(run.server.get("overlap_weight_loading"))
-    host = {"weight sync": weights * num_copies}  # shared by all workers
+    # As they are sent, and shared by all workers.
+    host = {"weight sync": bytes_of(run.dtype) * shape.num_parameters * num_copies}
     return Memory(device=device, host=host)
 
 
 def kv_bytes_per_token(shape: ModelShape, run: LearnerRun, *, num_workers: int = 1) -> int:
     """Return the bytes of one token in the KV cache of each worker."""
-    return 2 * shape.num_layers * shape.kv_size * bytes_of(run.dtype) // num_workers
+    width = 1 if run.server.get("kv_cache_dtype") else bytes_of(_dtype_of_server(run))
+    return 2 * shape.num_layers * shape.kv_size * width // num_workers
+
+
+def _dtype_of_server(run: LearnerRun) -> str:
+    return str(run.server.get("dtype") or run.dtype)
 
 
 def describe(memory: Memory) -> str:

@@ -52,6 +52,8 @@ class Fleet:
         self.hello, self.loop = hello, loop
         self.on_wait: Callable[[], object] = lambda: None
         """Called repeatedly while a caller waits for a server or for its result."""
+        self.is_interrupted: Callable[[], bool] = lambda: False
+        """Whether the run ends after its step, so that a lost server is no longer waited for."""
         self.on_change: Callable[[str], object] = lambda what: None
         """Called in the loop with a sentence about each state change of a server."""
         self.version: int | None = None
@@ -132,7 +134,7 @@ class Fleet:
         )
 
     def wait(self, closing: threading.Event | None = None) -> list[Member]:
-        """Block until a server has welcomed this run.
+        """Block until a server has welcomed this run. Return an empty list if the run is interrupted meanwhile.
 
         Raises:
             DeadlineExceeded: No server did so within `learner.connect_timeout_s`.
@@ -145,6 +147,9 @@ class Fleet:
             self.on_wait()
             if closing is not None and closing.is_set():
                 raise ServerLost(f"stopped waiting for {self.describe()}: the learner is shutting down")
+            if self.is_interrupted():
+                log.warning("stopped waiting for %s: the run was interrupted", self.describe())
+                return []
             if time.monotonic() > deadline:
                 raise self.no_server()
             time.sleep(min(CHECK_INTERVAL_S, max(0.0, deadline - time.monotonic())))

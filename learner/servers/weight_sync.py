@@ -112,7 +112,7 @@ class WeightSync:
         """Send the current weights as `version` to these servers.
 
         By default the servers are all that have older weights. Returns None if no sync succeeded but other
-        servers have the weights.
+        servers have the weights, or the run is interrupted while no server is connected.
 
         Raises:
             PushError: `max_attempts` attempts failed, and no server has the weights.
@@ -203,7 +203,9 @@ class WeightSync:
         self._forget_gone()
         reason, attempt = "", 1
         while attempt <= self._config.max_attempts:
-            due = self._due(version, members)
+            if not (connected := self._fleet.wait(self._closing)):
+                return None
+            due = self._due(version, members, connected)
             outcome = self._round(version, tensors, due)
             for member, error in outcome.failures.items():
                 self._handle_failure(
@@ -220,13 +222,12 @@ class WeightSync:
             f"(learner.weight_sync.max_attempts); the last error: {reason}"
         )
 
-    def _due(self, version: int, members: list[Member] | None) -> list[Member]:
+    def _due(self, version: int, members: list[Member] | None, connected: list[Member]) -> list[Member]:
         """Return the servers of the next round.
 
         These are the requested servers that are still there, or all with older weights of this run. While no
         server has weights of this run and none of these is left, all connected servers are due.
         """
-        connected = self._fleet.wait(self._closing)
         holders, up_to_date = self.holders(), self.holders(version)
         wanted = [member for member in holders if member not in up_to_date] if members is None else members
         due = [member for member in wanted if member in connected]

@@ -4,15 +4,20 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+import tomli_w
 
 from deploy import colocate
-from deploy.arguments import Launch, adapter_flags, evaluation_flags, flags_by_section
+from deploy.arguments import Launch, flags_by_section, read_arguments
 from deploy.colocate import one_sided_note, servers_on_learner_gpu, shared_gpu_note, with_cores, with_gpus
 from deploy.placement import DeployConfig, rank_specs, reference_spec, server_specs
+from inference_server.config import ServerRun
+from learner.config import LearnerRun
 from learner.config.shared_gpu import ServersOnGpu
+from protocol.config import load_config
 from protocol.errors import ConfigError
 from protocol.hardware import has_gpu
 from tests.deploy.node import a_learner, a_server
@@ -137,32 +142,65 @@ def test_a_side_that_sees_no_gpu_because_only_the_other_has_some_is_warned_of(mo
     assert one_sided_note(of_server) is None
 
 
-def test_a_learner_that_evaluates_gets_the_port_that_a_flag_gave_the_server() -> None:
-    evaluating = a_learner(evaluation={"every_steps": 2})
-    assert evaluation_flags(a_learner(), a_server(http_port=9000)) == ()
-    url = ("--learner.evaluation.url", "http://127.0.0.1:9000/v1")
-    assert evaluation_flags(evaluating, a_server(http_port=9000)) == url
-    elsewhere = a_learner(evaluation={"every_steps": 2, "url": "http://a/v1"})
-    assert evaluation_flags(elsewhere, a_server(http_port=9000)) == ()
-    with pytest.raises(ConfigError, match=r"with server.http_port = 0: an evaluation sends its requests"):
-        evaluation_flags(evaluating, a_server(http_port=0))
+LORA = ("--learner.lora.rank", "8")
 
 
 @pytest.mark.parametrize(
-    ("learner", "of_file", "server", "expected"),
+    ("flags", "found"),
     [
-        ({"lora": {"rank": 8}}, {}, {}, "8"),
-        ({"lora": {"rank": 8}}, {"lora": {"rank": 8}}, {}, None),
-        ({"lora": {"rank": 8}, "weight_sync": {"lora": "merged"}}, {"lora": {"rank": 8}}, {}, "0"),
-        ({"lora": {"rank": 8}}, {}, {"max_lora_rank": 16}, None),
-        ({}, {}, {}, None),
+        ((), {"lora_rank": 4, "returns_experts": False, "evaluation_url": "http://127.0.0.1:8001/v1"}),
+        (("--server.http-host", "192.168.1.5", "--server.http-port=9000", "--server.api-key-file", "key"),
+         {"evaluation_url": "http://192.168.1.5:9000/v1"}),
+        (("--learner.evaluation.url", "http://a/v1", "--server.http-port", "0"), {"evaluation_url": "http://a/v1"}),
+        (("--server.max-model-len", "64", "--server.kv-cache-dtype", "None"),
+         {"server": {"http_port": 8001, "kv_cache_dtype": None, "max_model_len": 64}}),
+        (LORA, {"lora_rank": 8}),
+        ((*LORA, "--learner.push.lora", "merged"), {"lora_rank": 0}),
+        ((*LORA, "--server.max-lora-rank", "16"), {"lora_rank": 16}),
+        (("--learner.routing-replay",), {"returns_experts": True}),
+        (("--learner.routing-replay", "--server.return-routed-experts", "false"), {"returns_experts": False}),
     ],
-)
-def test_a_server_learns_of_an_adapter_that_only_the_flags_of_the_learner_have(
-    learner: dict, of_file: dict, server: dict, expected: str | None
+    ids=lambda value: " ".join(value),
+)  # fmt: skip
+def test_each_side_reads_the_flags_of_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], found: dict[str, Any]
 ) -> None:
-    flags = adapter_flags(a_learner(**learner), msgspec.structs.replace(a_server(**server), learner=of_file))
-    assert flags == (() if expected is None else ("--server.max-lora-rank", expected))
+    found = dict(found)
+    file = {"model": "m", "run_dir": "r", "server": {"http_port": 8001, "kv_cache_dtype": "fp8"}}
+    learner: dict[str, Any] = {
+        "steps": 1,
+        "data": {"task": "sort"},
+        "reward": {"functions": ["exact_match"]},
+        "lora": {"rank": 4},
+    }
+    learner["evaluation"] = {"every_steps": 1}
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(file | {"learner": learner}))
+    launch = read_arguments([str(tmp_path / "run.toml"), *flags, "--quiet"], "colocate", "")
+    assert launch is not None
+    for name, value in launch.environment.items():
+        monkeypatch.setenv(name, value)
+    of_server = load_config(ServerRun, [word for word in launch.server if word != "--quiet"], "serve")
+    of_learner = load_config(LearnerRun, [word for word in launch.learner[1:] if word != "--quiet"], "train")
+    for run, launched in ((of_server, launch.server_run), (of_learner, launch.learner_run)):
+        for key in [key for key, value in found.items() if isinstance(getattr(run, key, None), type(value))]:
+            assert getattr(run, key) == getattr(launched, key) == found.pop(key)
+    assert not found
+
+
+def test_a_printed_config_of_several_servers_can_be_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    endpoints = ["tcp://127.0.0.1:6001", "tcp://127.0.0.1:6002"]
+    flags = ("--endpoints", *endpoints, "--learner.lora.rank", "8", "--dry-run")
+    assert read_arguments([str(ROOT / RECIPE), *flags], "colocate", "") is None
+    printed = capsys.readouterr().out
+    (tmp_path / "again.toml").write_text(printed)
+    assert read_arguments([str(tmp_path / "again.toml"), "--dry-run"], "colocate", "") is None
+    assert capsys.readouterr().out == printed and endpoints[1] in printed and "rank = 8" in printed
+
+
+def test_a_flag_that_disables_the_http_of_evaluations_is_refused() -> None:
+    flags = ("--learner.evaluation.every-steps", "2", "--server.http-port", "0")
+    with pytest.raises(ConfigError, match=r"with server.http_port = 0: an evaluation sends its requests"):
+        read_arguments([str(ROOT / RECIPE), *flags], "colocate", "")
 
 
 def test_several_ranks_know_each_other_and_only_a_learner_that_was_started_is_resumed(
@@ -172,7 +210,10 @@ def test_several_ranks_know_each_other_and_only_a_learner_that_was_started_is_re
     monkeypatch.setattr(colocate, "SupervisedProcess", lambda *arguments: started.append(arguments))
     config = DeployConfig(learner_cores=((0,), (1,)))
     run = msgspec.structs.replace(a_learner(), run_dir=str(tmp_path))
-    launch = Launch(config=config, server_run=a_server(), learner_run=run, server=(), learner=(), resume=False)
+    launch = Launch(
+        config=config, server_run=a_server(), learner_run=run, server=(), learner=(), environment={"B": "2"},
+        resume=False,
+    )  # fmt: skip
     node = colocate.Node(
         config=config, launch=launch, logs=tmp_path, server=("server",), learner=("learner",),
         learner_environment={"A": "1"},
@@ -186,9 +227,9 @@ def test_several_ranks_know_each_other_and_only_a_learner_that_was_started_is_re
     assert [("--resume" in command) for command in commands] == [False] * 4 + [True] * 2
     ports = [environment["MASTER_PORT"] for _, _, environment, _ in started]
     assert ports[0] == ports[1] != ports[2] == ports[3]
-    assert [(name, environment["A"]) for name, _, environment, _ in started[:2]] == [
-        ("learner0", "1"),
-        ("learner1", "1"),
+    assert [(name, environment["A"] + environment["B"]) for name, _, environment, _ in started[:2]] == [
+        ("learner0", "12"),
+        ("learner1", "12"),
     ]
     assert started[0][3] == tmp_path / "learner0.log"
 

@@ -133,7 +133,8 @@ def test_evaluations_go_to_the_first_server_with_a_key_that_both_sides_have(tmp_
     assert server.environment["VLLM_API_KEY"] == rank.environment["EVALUATION_API_KEY"] == "secret"
     load_config(LearnerRun, rank.arguments[1:], "slipstream train")
     alone = msgspec.structs.replace(commands, launch=launch_of(tmp_path))
-    assert alone.server("server", NODE_B).environment == alone.rank(0, [NODE_B], NODE_B, again=False).environment == {}
+    of_rank = alone.rank(0, [NODE_B], NODE_B, again=False)
+    assert alone.server("server", NODE_B).environment == of_rank.environment == alone.launch.environment
 
 
 @pytest.mark.parametrize(

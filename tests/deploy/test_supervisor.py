@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -201,28 +202,56 @@ def test_a_killed_supervisor_leaves_no_process_behind(tmp_path: Path) -> None:
 
 
 class Rank:
-    """A part that ends only at a signal."""
+    """A part that ends only at a signal, or if it `lasts`, when it is waited for."""
 
     returncode: int | None = None
     name = "learner"
 
-    def __init__(self) -> None:
+    def __init__(self, *, lasts: bool = False) -> None:
         self.signals: list[int] = []
+        self.lasts, self.patience_s = lasts, 0.0
 
     def signal(self, number: int) -> None:
         self.signals.append(number)
-        self.returncode = 0
+        if not self.lasts:
+            self.returncode = 0
 
     def wait(self, give_up_at: float) -> None:
-        assert self.returncode is not None
+        assert self.signals or self.returncode is not None
+        self.patience_s = give_up_at - time.monotonic()
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Restore the signal handlers of this process, which a supervisor replaces."""
+    before = {number: signal.getsignal(number) for number in SHUTDOWN_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_ranks_get_one_signal_and_time_for_a_step_and_a_checkpoint_when_a_server_ends(is_interrupted: bool) -> None:
+    server, rank = Rank(), Rank(lasts=True)
+
+    def start(*, again: bool) -> Any:
+        if is_interrupted:  # it gets the signal once it has started
+            os.kill(os.getpid(), signal.SIGINT)
+        server.returncode = 3
+        return [rank]
+
+    assert Supervisor({"server": lambda: server}, start, DeployConfig()).run() == 1
+    assert rank.signals == [signal.SIGINT if is_interrupted else signal.SIGTERM]
+    assert rank.patience_s > 600 > server.patience_s
 
 
 @pytest.mark.timeout(30)
+@pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("is_restart", [False, True])
 def test_a_signal_during_or_right_before_the_start_of_ranks_reaches_them(
     is_restart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    handlers = {number: signal.getsignal(number) for number in SHUTDOWN_SIGNALS}
     dead, rank = Rank(), Rank()
     dead.returncode = 1
 
@@ -238,9 +267,5 @@ def test_a_signal_during_or_right_before_the_start_of_ranks_reaches_them(
         return [rank]
 
     monkeypatch.setattr(Supervisor, "_may_restart", interrupt)
-    try:
-        assert Supervisor({}, start, ON_FAILURE).run() == 0
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    assert rank.signals == [signal.SIGINT, signal.SIGTERM]
+    assert Supervisor({}, start, ON_FAILURE).run() == 0
+    assert rank.signals == [signal.SIGINT]

@@ -77,7 +77,8 @@ def test_a_server_can_have_its_own_dtype_and_a_finer_head() -> None:
         made = engine_arguments(run, Path("/model"))
         return made.dtype, made.hf_overrides
 
-    assert dtype_and_overrides("bfloat16") == ("bfloat16", {"head_dtype": "float32"})
+    with_finer_head = ("bfloat16", {"head_dtype": "float32"})
+    assert dtype_and_overrides("bfloat16") == dtype_and_overrides("float32", dtype="bfloat16") == with_finer_head
     assert dtype_and_overrides("float32") == dtype_and_overrides("bfloat16", dtype="float32") == ("float32", {})
 
 

@@ -165,6 +165,19 @@ def test_weights_that_are_received_during_generation_need_memory_once_more(monke
     assert "set server.overlap_weight_loading = false" in problems(*flags, *overlap)["memory"]
 
 
+def test_a_quantized_server_needs_less_memory() -> None:
+    overlap = ("--server.overlap-weight-loading", "true", "--server.dtype", "bfloat16", "--dtype", "float32")
+    quantized = ("--server.quantization", "int8_per_channel_weight_only")
+    flags = ((), quantized, overlap, (*overlap, *quantized))
+    runs = [load_config(ServerRun, [str(ROOT / RECIPE), "--dtype", "bfloat16", *each], "test") for each in flags]
+    path = resolve_model(runs[0].model)
+    plain, small, copied, small_and_copied = (needed_bytes(run, path) for run in runs)
+    num_saved = weight_bytes(path, "bfloat16") - weight_bytes(path, "bfloat16", quantized=True)
+    assert plain - small == num_saved > 0
+    assert copied - plain == weight_bytes(path, "bfloat16")
+    assert small_and_copied - small == weight_bytes(path, "float32"), "buckets are kept as they were sent"
+
+
 def see_gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     choice = GpuChoice(count > 0, "of the test", count)
     for module in ("doctor", "preparation"):

@@ -1,6 +1,7 @@
 """Whole runs of the learner with the real server, with a transformers model instead of vLLM."""
 
 import gc
+import signal
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from learner.config import LearnerRun
 from learner.policy.model import load_tokenizer
 from learner.prompts.prompts import Prompts
 from learner.storage.checkpoint import find_checkpoint
-from learner.train import train
+from learner.train import train, train_on
 from protocol.errors import DataError, DeadlineExceeded, ParityError
 from protocol.messages import Completion, Sampling
 from protocol.model_files import resolve_model
@@ -32,6 +33,7 @@ from tests.learner.runs import (
     rows_of,
     seeded,
 )
+from tests.waiting import TIMEOUT_S
 
 NUM_STEPS = 8
 """Three epochs of the 8 prompts."""
@@ -255,3 +257,25 @@ def test_a_run_survives_a_dead_engine_and_a_server_without_its_state(tmp_path: P
     assert len(metrics_of(run)) == 6
     # Neither costs an attempt: the groups are requested again under the same ids.
     assert rows_of(run, "count(*), count(distinct slot), max(attempt)") == [(18, 18, 0)]
+
+
+def test_an_interrupted_run_whose_only_server_has_left_saves_its_step_without_a_sync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tiny_server() as server:
+
+        def and_lose_the_server(trainer: Any, groups: Any, version: int, timer: Any) -> dict[str, float]:
+            if version == 1:
+                server.drain().result(TIMEOUT_S)
+                signal.raise_signal(signal.SIGTERM)
+            return train_on(trainer, groups, version, timer)
+
+        monkeypatch.setattr("learner.train.train_on", and_lose_the_server)
+        run = make_run(tmp_path, server.endpoint, connect_timeout_s=600)
+        train(run, resume=False)
+    assert find_checkpoint(run.checkpoint_dir) == run.checkpoint_dir / "step-000002"
+    assert rows_of(run, "count(*)", "state = 'consumed'") == [(2 * GROUPS_PER_STEP,)]
+    with tiny_server() as server:
+        train(msgspec.structs.replace(run, endpoint=server.endpoint), resume=True)
+        assert server.running.server.status()["policy_version"] == 4
+    assert [metrics["step"] for metrics in metrics_of(run)] == [1, 2, 3, 4]

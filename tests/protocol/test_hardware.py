@@ -1,4 +1,4 @@
-"""Detection of GPUs, the fastest dtype, and the cores of a side. That both commands use them is tested in
+"""Detection of GPUs, the fastest dtype, free memory, and the cores of a side. That both commands use them is tested in
 test_system.py."""
 
 import logging
@@ -13,7 +13,7 @@ import torch
 
 from inference_server.__main__ import _on_own_cores
 from inference_server.config import ServerRun
-from protocol import hardware
+from protocol import doctor, hardware
 from protocol.config import SharedConfig, load_config
 from protocol.doctor import dtype_finding
 from protocol.hardware import dtype_choice, gpu_choice, halves, has_gpu, share_of_cores, usable_gpus
@@ -180,6 +180,22 @@ def test_check_and_doctors_name_the_faster_dtype_and_why(machine) -> None:
     (slow, fast) = dtype_finding("float32"), dtype_finding("bfloat16")
     assert (slow.verdict, fast.verdict) == ("unknown", "ok")
     assert slow.text.startswith("dtype = float32 may be slower here than bfloat16: this CPU has AMX")
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_cache_of_a_container_counts_as_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "CGROUP", tmp_path)
+    free = doctor.psutil.virtual_memory().available
+    (tmp_path / "memory.max").write_text(f"{1 << 60}\n")
+    (tmp_path / "memory.current").write_text(f"{(1 << 60) - 500}\n")
+    assert doctor.free_memory_bytes() == 500 < free
+    stat = "anon 90\nfile 70\ninactive_file 40\nactive_file 20\nshmem 10\nslab_reclaimable 3\nslab 8\n"
+    (tmp_path / "memory.stat").write_text(stat)
+    assert doctor.free_memory_bytes() == 500 + 40 + 20 + 3
+    (tmp_path / "memory.max").write_text("max\n")
+    assert doctor.free_memory_bytes() > 1000
 
 
 # --- cores ------------------------------------------------------------------------------------------------------------

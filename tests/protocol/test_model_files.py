@@ -1,6 +1,7 @@
 """Model files: the built-in tiny model, local directories, and fingerprints that depend only on contents."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -156,6 +157,18 @@ def test_the_bytes_of_weights_are_in_the_compute_dtype(tiny, tmp_path):
     (sharded / "model-00001-of-00002.safetensors").write_bytes(b"half of it")
     with pytest.raises(ConfigError, match=r"model-00001-of-00002.safetensors of `model` cannot be read as safetensors"):
         weight_bytes(sharded, "float32")
+
+
+def test_the_matrices_of_a_quantized_model_have_a_byte_for_each_number(tmp_path):
+    shapes = {
+        "model.embed_tokens.weight": (7, 4), "lm_head.weight": (7, 4), "transformer.wte.weight": (7, 4),
+        "model.layers.0.mlp.up_proj.weight": (6, 4), "model.layers.0.mlp.up_proj.bias": (6,),
+        "model.norm.weight": (4,), "conv.weight": (4, 1, 3),
+    }  # fmt: skip
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
+    whole = weight_bytes(tmp_path, "bfloat16")
+    assert whole == 2 * sum(math.prod(shape) for shape in shapes.values())
+    assert weight_bytes(tmp_path, "bfloat16", quantized=True) == whole - 6 * 4
 
 
 def test_a_model_with_only_a_cached_tokenizer_is_not_local(tiny, tmp_path, monkeypatch):

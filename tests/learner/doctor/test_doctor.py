@@ -293,6 +293,13 @@ def test_too_little_memory_and_disk_are_reported_with_both_numbers(
     assert full.verdict == "problem" and f"in {tmp_path}" in full.text
 
 
+@pytest.mark.parametrize(("keep_last", "num_kept"), [(2, 3), (0, 7)])
+def test_all_checkpoints_that_are_kept_need_space(tmp_path: Path, keep_last: int, num_kept: int) -> None:
+    flags = ("--learner.steps", "61", "--learner.checkpoint.every-steps", "10")
+    *_, disk = doctor.check_resources(run_at(NOBODY, tmp_path, *flags, "--learner.checkpoint.keep-last", str(keep_last)))
+    assert disk.subject == "disk" and f"{num_kept} checkpoints" in disk.text
+
+
 def test_memory_is_estimated_for_the_passes_on_this_device(tmp_path: Path) -> None:
     def needed(*flags: str) -> str:
         return next(doctor.check_resources(run_at(NOBODY, tmp_path, *flags))).text
@@ -301,6 +308,27 @@ def test_memory_is_estimated_for_the_passes_on_this_device(tmp_path: Path) -> No
     num_tokens = load_config(LearnerRun, [RECIPE], "test").learner.tokens_per_pass(device)
     assert needed() == needed("--learner.micro-batch-tokens", str(num_tokens))
     assert needed() != needed("--learner.micro-batch-tokens", str(4 * num_tokens))
+
+
+def test_the_gpus_of_the_learner_are_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free_gib, devices = [1, 70, 40], list[torch.device]()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free_gib))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (free_gib[gpu] << 30, 80 << 30))
+    monkeypatch.setattr("learner.doctor.doctor.own_device_name", lambda device: devices.append(device) or "a/1")
+    monkeypatch.setattr("learner.doctor.doctor.offered_transports", lambda: ["tcp"])
+    run = run_at(NOBODY, tmp_path)
+    for learner_gpus, gib, first in (([1, 2], 40.0, 1), ([2, 5], 40.0, 2), ([5], 1.0, 0), ([], 1.0, 0)):
+        placed = msgspec.structs.replace(run, deploy={"learner_gpus": learner_gpus, "server_gpus": [[0]]})
+        room = doctor._room(placed)
+        assert (room.device_gib, room.num_ranks) == (gib, max(1, len(learner_gpus)))
+        check_transport(placed, info(devices=["cpu"]))
+        assert devices.pop() == torch.device("cuda", first)
+
+
+def test_an_invalid_placement_is_a_problem(tmp_path: Path) -> None:
+    run = msgspec.structs.replace(run_at(NOBODY, tmp_path), deploy={"learner_gpus": 1})
+    assert the_problem(run).endswith("deploy.learner_gpus = 1: Expected `array`, got `int`; use a list")
 
 
 def test_an_unreadable_model_config_affects_only_the_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,6 +246,12 @@ def test_a_set_inherits_keys_from_its_section() -> None:
     assert config.set_names() == ["own", "same"] and EvaluationConfig().set_names() == [None]
 
 
+def test_sets_that_name_the_datasets_inherit_the_split() -> None:
+    sets = {"a": {"dataset": "d"}, "b": {"dataset": "d", "split": "train"}}
+    config = msgspec.convert({"split": "validation", "sets": sets}, EvaluationConfig).in_effect()
+    assert [config.of_set(name).in_effect().split for name in sets] == ["validation", "train"]
+
+
 def test_the_command_evaluates_sets_and_their_keys_are_flags(tmp_path: Path, openai: OpenAIServer) -> None:
     flags = ["--learner.evaluation.sets.few.num-prompts", "3", "--learner.evaluation.sets.all.max-tokens", "4"]
     run = a_run(tmp_path, openai, *flags)

@@ -99,6 +99,23 @@ def test_keys_and_values_of_a_token_are_those_that_vllm_reports() -> None:
     assert kv_bytes_per_token(shape_of(LLAMA_8B), run, num_workers=4) == 2 * 32 * 2 * 128 * 2
 
 
+def test_the_memory_of_a_server_is_in_its_own_dtypes() -> None:
+    shape, run = shape_of(LLAMA_8B), run_of({}, dtype="float32")
+    assert shape.num_embedding == shape.vocab_size * shape.hidden_size == 128256 * 4096
+    num_linear = shape.num_parameters - 2 * shape.num_embedding
+    for server, num_bytes, of_token in (
+        ({}, 4 * shape.num_parameters, 4),
+        ({"dtype": "bfloat16"}, 2 * shape.num_parameters, 2),
+        ({"dtype": "bfloat16", "quantization": "fp8_per_tensor"}, num_linear + 4 * shape.num_embedding, 2),
+        ({"kv_cache_dtype": "fp8", "overlap_weight_loading": True}, 4 * shape.num_parameters, 1),
+    ):
+        of_server = msgspec.structs.replace(run, server=server)
+        memory = server_memory(shape, of_server)
+        assert memory.device["weights"] == num_bytes
+        assert memory.host["weight sync"] == ("overlap_weight_loading" in server) * 4 * shape.num_parameters
+        assert kv_bytes_per_token(shape, of_server) == 2 * 32 * 8 * 128 * of_token
+
+
 def run_of(learner: dict[str, Any], dtype: str = "float32") -> LearnerRun:
     return msgspec.structs.replace(make_run(**learner), dtype=dtype)
 

@@ -562,3 +562,19 @@ def test_a_server_without_adapters_that_comes_later_is_left_out_with_the_key_to_
         assert sync.send(0, [unable]) is None
         assert sync.holders(0) == [able] and unable.is_gone
     assert "supports a rank of up to 0; set server.max_lora_rank = 4 there" in caplog.text
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_sync_of_an_interrupted_run_waits_for_no_lost_server(tmp_path: Path, overlap: bool) -> None:
+    with syncing(tmp_path, ScriptedEngine(), connect_timeout_s=NEVER_S) as (sync, _, fleet):
+        (member,) = fleet.members
+        member.is_unlisted = True  # as if it had left
+        is_done, interrupted = threading.Event(), threading.Event()
+        fleet.is_interrupted = interrupted.is_set
+        threading.Timer(0.2, interrupted.set).start()
+        if overlap:
+            sync.begin(1, is_done.set)
+            sync.wait()
+            assert is_done.is_set() and sync.pop_report() is None
+        else:
+            assert sync.send(1) is None
