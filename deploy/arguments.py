@@ -63,7 +63,7 @@ def read_arguments(arguments: list[str], program: str, purpose: str) -> Launch |
     """Return the run to start, or None after --dry-run has printed it.
 
     Raises:
-        ConfigError: If the config or a flag is invalid.
+        ConfigError: The config or a flag is invalid.
     """
     if not arguments or {"-h", "--help"} & set(arguments):
         load_config(DeployRun, ["--help"], program, SWITCHES | console.SWITCHES, purpose)  # prints and exits

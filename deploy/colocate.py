@@ -50,7 +50,7 @@ def colocate(arguments: list[str]) -> int:
     """Run all processes; return the learner's exit code, or 1 if a server exited first.
 
     Raises:
-        ConfigError: If the config or a flag is invalid.
+        ConfigError: The config or a flag is invalid.
     """
     launch = read_arguments(arguments, PROGRAM, PURPOSE)
     if launch is None:

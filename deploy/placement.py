@@ -144,7 +144,7 @@ def server_specs(config: DeployConfig, run: ServerRun) -> list[ProcessSpec]:
     """Return the spec of each server.
 
     Raises:
-        ConfigError: If the server's own section contradicts the placement.
+        ConfigError: The server's own section contradicts the placement.
     """
     if run.server.nnodes > 1:
         raise ConfigError(
@@ -178,7 +178,7 @@ def reference_spec(config: DeployConfig, server_run: ServerRun, learner_run: Lea
     """Return the spec of the reference's server, if this node starts one.
 
     Raises:
-        ConfigError: If the run has no reference on a server, no GPU is left for it, or the server's own section
+        ConfigError: The run has no reference on a server, no GPU is left for it, or the server's own section
             contradicts the placement.
     """
     reference = learner_run.learner.in_effect().reference
@@ -212,7 +212,7 @@ def rank_specs(config: DeployConfig, run: LearnerRun, port: int) -> list[Process
     """Return the spec of each rank. The ranks rendezvous at `port`.
 
     Raises:
-        ConfigError: If the learner's own section contradicts the placement.
+        ConfigError: The learner's own section contradicts the placement.
     """
     if config.learner_cores and run.learner.cpu_cores is not None:
         raise ConfigError("learner.cpu_cores and deploy.learner_cores both set the learner's cores; remove one of them")
@@ -238,7 +238,7 @@ def _workers(run: ServerRun, num_gpus: int) -> list[str]:
     """Return flags for one worker per GPU, with as many replicas as configured.
 
     Raises:
-        ConfigError: If the configured number of workers does not fit the GPUs.
+        ConfigError: The configured number of workers does not fit the GPUs.
     """
     server = run.server
     if server.num_workers == num_gpus:

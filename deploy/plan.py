@@ -290,7 +290,7 @@ def rates_from(options: argparse.Namespace) -> tuple[Rates, float | None]:
     """Return the rates, where flags override measured ones, and any decoding error.
 
     Raises:
-        ConfigError: If rates are missing or invalid.
+        ConfigError: Rates are missing or invalid.
     """
     given: dict[str, Any] = {name: value for name in RATE_FLAGS if (value := getattr(options, name)) is not None}
     if options.lengths:

@@ -54,8 +54,8 @@ def run_on_ray(arguments: list[str], server_module: str = "inference_server") ->
     """Run all processes; return the learner's exit code, or 1 if a server exited first.
 
     Raises:
-        ConfigError: If the config or a flag is invalid, or there is no cluster.
-        DeadlineExceeded: If the cluster has no room.
+        ConfigError: The config or a flag is invalid, or there is no cluster.
+        DeadlineExceeded: The cluster has no room.
     """
     launch = read_arguments(arguments, PROGRAM, PURPOSE)
     if launch is None:

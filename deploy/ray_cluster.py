@@ -103,7 +103,7 @@ def enter(command: RemoteCommand) -> None:
     """Change to the directory of a command.
 
     Raises:
-        ConfigError: If this node does not see it, or a file that the process needs.
+        ConfigError: This node does not see it, or a file that the process needs.
     """
     here = f"on node {ray.util.get_node_ip_address()}"
     remedy = "start in a directory, and set run_dir, on storage that all nodes see at the same path"
@@ -231,7 +231,7 @@ class RemoteProcess:
         """Return where the agent is.
 
         Raises:
-            DeadlineExceeded: If it has no node within `start_timeout_s`.
+            DeadlineExceeded: It has no node within `start_timeout_s`.
         """
         try:
             return ray.get(self._agent.host.remote(), timeout=self._start_timeout_s)
@@ -251,7 +251,7 @@ def connect() -> str:
     """Connect to the cluster of RAY_ADDRESS, or of this machine; return the address of this node.
 
     Raises:
-        ConfigError: If there is none.
+        ConfigError: There is none.
     """
     try:
         ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
@@ -266,7 +266,7 @@ def start_agents(bundles: Sequence[dict[str, float]], timeout_s: float) -> list[
     """Reserve all bundles, close together; return an agent in each.
 
     Raises:
-        DeadlineExceeded: If the cluster has no room for them within `timeout_s`.
+        DeadlineExceeded: The cluster has no room for them within `timeout_s`.
     """
     group = placement_group(list(bundles), strategy="PACK")
     if not group.wait(min(NOTICE_AFTER_S, timeout_s)):

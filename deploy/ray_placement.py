@@ -124,7 +124,7 @@ class ServerList:
         """Wait until a server has a node; return the location of the first one.
 
         Raises:
-            DeadlineExceeded: If none has one within `timeout_s`.
+            DeadlineExceeded: None has one within `timeout_s`.
         """
         if not self._has_any.wait(timeout_s):
             raise DeadlineExceeded(
@@ -221,7 +221,7 @@ class RankRendezvous:
         """Return where all ranks are. Blocks until each has a node.
 
         Raises:
-            DeadlineExceeded: If one has none within `timeout_s`.
+            DeadlineExceeded: One has none within `timeout_s`.
         """
         self._hosts[rank].set_result(host)
         try:
@@ -236,7 +236,7 @@ class RankRendezvous:
         """Wait until a server has a node; return the same one to all ranks, also if the list changes meanwhile.
 
         Raises:
-            DeadlineExceeded: If none has one within `timeout_s`.
+            DeadlineExceeded: None has one within `timeout_s`.
         """
         found = self._servers.first(timeout_s)
         with self._lock:
@@ -267,7 +267,7 @@ def keys_of(launch: Launch) -> str | None:
     """Return the directory of the run's keys, which is created if the config names none. None: insecure.
 
     Raises:
-        ConfigError: If the directory cannot be created.
+        ConfigError: The directory cannot be created.
     """
     run = launch.learner_run
     if run.keys is not None or run.insecure:

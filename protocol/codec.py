@@ -56,7 +56,7 @@ class Decoder(Generic[M]):
         """Return the message in the frames.
 
         Raises:
-            ProtocolError: If the header is no such message, or the frames differ from what it announces.
+            ProtocolError: The header is no such message, or the frames differ from what it announces.
         """
         if not frames:
             raise ProtocolError("received a message without frames; expected a msgpack header")
@@ -100,7 +100,7 @@ def decode(frames: Frames, expected: type[M]) -> M:
     """Decode the frames of one message of type `expected`, a union of messages.
 
     Raises:
-        ProtocolError: If they are not such a message.
+        ProtocolError: They are not such a message.
     """
     return Decoder(expected).decode(frames)
 
@@ -119,7 +119,7 @@ def unpack(packed: bytes, expected: type[M]) -> M:
     """Undo `pack`.
 
     Raises:
-        ProtocolError: If the bytes are not the frames of a message of type `expected`.
+        ProtocolError: The bytes are not the frames of a message of type `expected`.
     """
     try:
         frames = msgspec.msgpack.decode(packed, type=list[bytes])

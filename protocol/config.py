@@ -116,7 +116,7 @@ def load_config(
     the help, by default the docstring of `config_type`.
 
     Raises:
-        ConfigError: If the file is missing, a key is unknown, a value has a wrong type or range, or an
+        ConfigError: The file is missing, a key is unknown, a value has a wrong type or range, or an
             endpoint is open.
     """
     path, flags = _split(argv, program)
@@ -228,7 +228,7 @@ def _refuse_unusable(value: Any, key: str = "") -> None:
     """Refuse a value of the right type that is never valid, at any depth.
 
     Raises:
-        ConfigError: If a number is NaN, or a text has a NUL or cannot be written as UTF-8.
+        ConfigError: A number is NaN, or a text has a NUL or cannot be written as UTF-8.
     """
     if isinstance(value, dict):
         for name, inner in value.items():

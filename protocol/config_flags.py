@@ -40,7 +40,7 @@ def with_flags(
     `switches` are flags of the caller. `describe` returns the text of the help.
 
     Raises:
-        ConfigError: If a flag is unknown, or its value has a wrong type or range.
+        ConfigError: A flag is unknown, or its value has a wrong type or range.
     """
     if base is not None and not flags:
         return base
@@ -100,7 +100,7 @@ def _split_passed_on(
     """Return the flags that tyro knows, then path and value of each other flag.
 
     Raises:
-        ConfigError: If a flag has no value.
+        ConfigError: A flag has no value.
     """
     sections = tuple(f"--{key}." for key, field in keys_of(config_type).items() if is_passed_on(field))
     known, passed_on = [], []
@@ -123,7 +123,7 @@ def _spell_out_booleans(config_type: type[msgspec.Struct], flags: list[str]) -> 
     Such a flag may stand alone, or before true or false. A key that may also be "auto" always has a value.
 
     Raises:
-        ConfigError: If another word follows it.
+        ConfigError: Another word follows it.
     """
     fields = {_flag_of(key): field for key, field in keys_of(config_type).items()}
     names = {name for name, field in fields.items() if _is_boolean(field)}

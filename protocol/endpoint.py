@@ -32,7 +32,7 @@ def check_endpoint(endpoint: str, *, has_keys: bool, insecure: bool, connects: b
     """Check the form of an endpoint, and its protection beyond loopback. `connects`: a learner connects to it.
 
     Raises:
-        ConfigError: If it is not tcp://HOST:PORT, cannot be connected to, or is beyond loopback without keys or
+        ConfigError: It is not tcp://HOST:PORT, cannot be connected to, or is beyond loopback without keys or
             `insecure`.
     """
     host, port = split_endpoint(endpoint)
@@ -74,7 +74,7 @@ def split_endpoint(endpoint: str) -> tuple[str, str]:
     """Return host, without brackets, and port, a number or `*`.
 
     Raises:
-        ConfigError: If the endpoint is not tcp://HOST:PORT, or its host is invalid or link-local.
+        ConfigError: The endpoint is not tcp://HOST:PORT, or its host is invalid or link-local.
     """
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     is_port = port == "*" or is_port_number(port)

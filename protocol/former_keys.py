@@ -63,7 +63,7 @@ def renamed(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return a config with today's keys and values, and what it has by a former name, with today's.
 
     Raises:
-        ConfigError: If a key is set under both names.
+        ConfigError: A key is set under both names.
     """
     config: dict[str, Any] = {}
     former: dict[str, str] = {}

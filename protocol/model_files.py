@@ -49,7 +49,7 @@ def resolve_model(name: str) -> Path:
     a hub model is downloaded.
 
     Raises:
-        ConfigError: If the name is none of these, or the model's weights cannot be read or trained.
+        ConfigError: The name is none of these, or the model's weights cannot be read or trained.
     """
     path = _as_directory(name)
     if is_builtin(name) and path is None:
@@ -94,7 +94,7 @@ def _as_directory(name: str) -> Path | None:
     """Return the directory of this name, or None if there is none.
 
     Raises:
-        ConfigError: If the directory cannot be read.
+        ConfigError: The directory cannot be read.
     """
     try:
         path = Path(name).expanduser()
@@ -114,7 +114,7 @@ def _trainable(path: Path, name: str) -> Path:
     """Return the path of a model whose weights can be read and trained.
 
     Raises:
-        ConfigError: If the weights are not in safetensors files, or are quantized.
+        ConfigError: The weights are not in safetensors files, or are quantized.
     """
     # Older weight files are pickles, which may run code when they are read.
     if not any(path.glob("*.safetensors")):
@@ -136,7 +136,7 @@ def fingerprint(path: Path) -> ModelFingerprint:
     It depends only on the contents of the files, not on their order or dates.
 
     Raises:
-        ConfigError: If the config or the tokenizer is missing or invalid.
+        ConfigError: The config or the tokenizer is missing or invalid.
     """
     config = _read_config(path)
     text_config = config.get("text_config") or config
@@ -196,7 +196,7 @@ def weight_bytes(path: Path, dtype: str, *, quantized: bool = False) -> int:
     With `quantized`, the matrices of linear layers, all except embeddings and head, have a byte for each number.
 
     Raises:
-        ConfigError: If a file cannot be read.
+        ConfigError: A file cannot be read.
     """
     return sum(_bytes_in(file, _WIDTHS[dtype], quantized) for file in weight_files(path))
 

@@ -206,8 +206,8 @@ def read_run(run_dir: Path) -> MeasuredRun:
     """Read a run directory.
 
     Raises:
-        ConfigError: If it is not a readable run directory, has too few steps, or has no scored group.
-        RunDirectoryError: If metrics.jsonl is missing, broken or has no step.
+        ConfigError: It is not a readable run directory, has too few steps, or has no scored group.
+        RunDirectoryError: metrics.jsonl is missing, broken or has no step.
     """
     config_file = str(run_dir / "config.toml")
     learner, server = learner_section([config_file]), server_section([config_file])
@@ -239,7 +239,7 @@ def rates_of(run: MeasuredRun, *, num_ranks: int) -> tuple[Rates, float]:
     """Return the run's rates and the relative error of the median group's seconds.
 
     Raises:
-        ConfigError: If a metric is missing, or the quantiles cannot have the mean completion length.
+        ConfigError: A metric is missing, or the quantiles cannot have the mean completion length.
     """
     steady, server = run.lines[_warm_up(run.lines) :], run.server
     rates = Rates(

@@ -43,7 +43,7 @@ class LengthSampler:
     """Sampler of completion lengths.
 
     Raises:
-        ConfigError: If the quantiles cannot have the mean.
+        ConfigError: The quantiles cannot have the mean.
     """
 
     def __init__(self, lengths: Lengths) -> None:
@@ -155,7 +155,7 @@ def decode_rate(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     The model is: seconds of a step = decode_step_s + decode_token_s · running.
 
     Raises:
-        ConfigError: If there are fewer than two different numbers of sequences, or a value is out of range.
+        ConfigError: There are fewer than two different numbers of sequences, or a value is out of range.
     """
     if len({running for running, _ in points}) < 2 or any(running < 1 or rate <= 0 for running, rate in points):
         given = " ".join(f"{running:g}:{rate:g}" for running, rate in points)

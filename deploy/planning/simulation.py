@@ -238,7 +238,7 @@ def splits(num_gpus: int, gpus_per_server: int) -> list[Split]:
     """Return splits that use every GPU: ranks get the GPUs that servers leave.
 
     Raises:
-        ConfigError: If there are too few GPUs for one server and one rank.
+        ConfigError: There are too few GPUs for one server and one rank.
     """
     most = (num_gpus - 1) // gpus_per_server
     if most < 1:

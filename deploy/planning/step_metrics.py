@@ -36,7 +36,7 @@ def synced_lines(lines: Lines) -> Lines:
     With overlap, a step may end before its weight sync.
 
     Raises:
-        ConfigError: If there is no such line.
+        ConfigError: There is no such line.
     """
     if pushed := [line for line in lines if "weight_sync/seconds" in line]:
         return pushed

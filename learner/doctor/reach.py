@@ -81,7 +81,7 @@ async def ask(channel: LearnerChannel, keys: LearnerKeys | None) -> tuple[Server
     """Return the server's info, its clock's lead over ours, and the lead's error.
 
     Raises:
-        HandshakeRefused: If the keys do not match.
+        HandshakeRefused: The keys do not match.
         NotReached: For any other reason.
     """
     await _send_first(channel, Probe(probe_id=uuid.uuid4().hex), keys)

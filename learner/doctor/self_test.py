@@ -59,7 +59,7 @@ def self_test(run: LearnerRun) -> NoiseMeasurement:
     """Measure the noise against a running server.
 
     Raises:
-        ParityError: If the two sides disagree before the first batch.
+        ParityError: The two sides disagree before the first batch.
     """
     with tempfile.TemporaryDirectory(prefix="slipstream-self-test-") as directory, ExitStack() as cleanup:
         run = without_learning(run, Path(directory) / "run")

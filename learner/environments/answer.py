@@ -68,7 +68,7 @@ def read_answer(template: ChatTemplate, prompt: list[int], token_ids: list[int])
     `prompt`: all tokens before the turn, because some templates start the turn there.
 
     Raises:
-        UnreadableAnswer: If the turn cannot be parsed.
+        UnreadableAnswer: The turn cannot be parsed.
     """
     try:
         if template.renderer is not None:
@@ -122,7 +122,7 @@ def renderer_of(tokenizer: "PreTrainedTokenizerBase", name: str) -> Any:
     """Return the renderer of a format.
 
     Raises:
-        ConfigError: If the package or the format is missing, or if the tokenizer does not fit the format.
+        ConfigError: The package or the format is missing, or the tokenizer does not fit the format.
     """
     key = f"learner.environment.tool_call_format = {name!r}"
     try:
@@ -154,7 +154,7 @@ def read_by_renderer(
     `prompt`: all tokens before the turn.
 
     Raises:
-        ValueError: If the turn starts a call that cannot be parsed.
+        ValueError: The turn starts a call that cannot be parsed.
     """
     from renderers.base import ToolCallParseStatus
 
@@ -235,7 +235,7 @@ def _written(template: ChatTemplate, call: Call) -> tuple[list[int], list[int]]:
     The turn includes the token that ends it.
 
     Raises:
-        DataError: If the template cannot render a message with a call.
+        DataError: The template cannot render a message with a call.
     """
     function = {"name": call.name, "arguments": call.arguments}
     calls = {"content": "", "tool_calls": [{"id": "call00001", "type": "function", "function": function}]}

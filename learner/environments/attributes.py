@@ -59,7 +59,7 @@ def plain(value: Any, depth: int) -> Any:
     """Convert a value, including numpy numbers, to Python's built-in types.
 
     Raises:
-        TypeError: If the value is not plain data.
+        TypeError: The value is not plain data.
     """
     if depth == 0:
         raise TypeError("too deep")

@@ -33,7 +33,7 @@ def load_environment(spec: str, *, takes_text: bool) -> type:
     """Return the class that `learner.environment.factory` names.
 
     Raises:
-        NotLoaded: If it cannot be loaded or is no environment.
+        NotLoaded: It cannot be loaded or is no environment.
     """
     if ":" not in spec and spec not in BUILT_IN:
         raise NotLoaded(f"it is not built in; known are: {', '.join(BUILT_IN)}. Name one of your own as module:Class")
@@ -56,7 +56,7 @@ def load_functions(specs: Sequence[str]) -> Tools:
     """Return the functions of `learner.environment.tools` by name.
 
     Raises:
-        NotLoaded: If one cannot be loaded, is not a function, or has the name of another.
+        NotLoaded: One cannot be loaded, is not a function, or has the name of another.
     """
     functions: dict[str, Callable[..., Any]] = {}
     for spec in specs:
@@ -94,7 +94,7 @@ def schemas_of(tools: Tools) -> list[dict[str, Any]]:
     They derive from type hints and docstrings in Google style.
 
     Raises:
-        NotLoaded: If transformers is missing, or a tool has no type hints or no docstring.
+        NotLoaded: transformers is missing, or a tool has no type hints or no docstring.
     """
     try:  # takes seconds, so imported only on demand
         from transformers.utils import get_json_schema

@@ -79,7 +79,7 @@ class ChatConversation:
         `prompt`: all tokens before the turn.
 
         Raises:
-            UnreadableAnswer: If the turn cannot be parsed.
+            UnreadableAnswer: The turn cannot be parsed.
         """
         try:
             message = read_answer(self._template, prompt, token_ids)
@@ -152,7 +152,7 @@ def continued(
     one of which may have ended the last turn. The messages leave that text out.
 
     Raises:
-        DataError: If the template cannot render the messages.
+        DataError: The template cannot render the messages.
     """
     rendered = template.token_ids([*old, *new])
     end = _reach(template, rendered, recorded, stops)

@@ -28,8 +28,8 @@ class EnvironmentProcess(PipeProcess):
         """Start the process.
 
         Raises:
-            ConfigError: If its interpreter cannot be started.
-            OSError: If the machine cannot start another process now.
+            ConfigError: Its interpreter cannot be started.
+            OSError: The machine cannot start another process now.
         """
         if config.python is None:
             started = fork("environment", __name__, serve, config.factory, config.tools, takes_text)
@@ -88,7 +88,7 @@ class Environments:
         `takes_text`: turns go unchanged to the only method of the class.
 
         Raises:
-            ConfigError: If the process cannot load the environment.
+            ConfigError: The process cannot load the environment.
         """
         start = partial(EnvironmentProcess, config, takes_text=takes_text)
         self._pool = ProcessPool(start, limits_of(config), config.max_concurrent)
@@ -126,7 +126,7 @@ def tools_of(config: EnvironmentConfig) -> list[dict[str, Any]]:
     """Return the JSON schemas of the tools.
 
     Raises:
-        ConfigError: If the tools cannot be loaded or described.
+        ConfigError: The tools cannot be loaded or described.
     """
     process = EnvironmentProcess(config, takes_text=False)
     try:

@@ -158,7 +158,7 @@ class Gateway:
         """Return the tokens of a prompt, and its text if it is one.
 
         Raises:
-            RefusedRequest: If the prompt is neither one text nor one list of tokens.
+            RefusedRequest: The prompt is neither one text nor one list of tokens.
         """
         prompt = asked.text
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):

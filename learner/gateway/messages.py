@@ -52,7 +52,7 @@ def read_messages(messages: Iterable[tuple[str, dict[str, Any]]], parameter: str
     """Convert the messages of a request, each with its path in the request, such as `messages[2]`.
 
     Raises:
-        RefusedRequest: If there is none or one is invalid. It names `parameter`.
+        RefusedRequest: There is none or one is invalid. It names `parameter`.
     """
     read = [_read(message, where, parameter) for where, message in messages]
     if not read:

@@ -57,7 +57,7 @@ class AgentPlayer:
         """Start the gateway and check that an agent can start.
 
         Raises:
-            ConfigError: If either fails.
+            ConfigError: Either fails.
         """
         cleanup.callback(lambda: loop.call(self._close(), CLOSE_TIMEOUT_S))
         loop.call(self._gateway.start(), CLOSE_TIMEOUT_S)
@@ -168,8 +168,8 @@ class AgentProcess(SandboxProcess):
         """Start the process.
 
         Raises:
-            ConfigError: If its interpreter cannot be started.
-            OSError: If the machine cannot start another process now.
+            ConfigError: Its interpreter cannot be started.
+            OSError: The machine cannot start another process now.
         """
         kind = "command" if config.command is not None else "agent"
         self._is_kept = kind == "agent"  # what a command leaves running ends with its process
@@ -247,7 +247,7 @@ async def check_agent(config: EnvironmentConfig, agents: ProcessPool[AgentProces
     """Start one process to check that the agent works.
 
     Raises:
-        ConfigError: If the process cannot load the agent.
+        ConfigError: The process cannot load the agent.
     """
     process = agents.start()
     failure = await process.load()

@@ -58,7 +58,7 @@ class PrefixIndex:
         """Return the conversation as recorded, with its new messages, and its tokens.
 
         Raises:
-            DataError: If the template cannot render the messages.
+            DataError: The template cannot render the messages.
         """
         form = form_of(template)
         by_length = sorted(self._chats, key=lambda one: len(one.messages))

@@ -117,7 +117,7 @@ class Session:
         Canceling this call cancels the request at the servers.
 
         Raises:
-            RefusedRequest: If the episode ends first.
+            RefusedRequest: The episode ends first.
         """
         task = asyncio.ensure_future(self._ask(prompt))
         self._under_way.add(task)
@@ -137,7 +137,7 @@ class Session:
         Turns with the same prompt begin in the same state.
 
         Raises:
-            RefusedRequest: If the episode has ended meanwhile.
+            RefusedRequest: The episode has ended meanwhile.
         """
         if self.state is not None:
             raise episode_over(self.state)
@@ -207,7 +207,7 @@ class Session:
         """Return the number of tokens that a turn may have.
 
         Raises:
-            RefusedRequest: If the episode cannot have another turn.
+            RefusedRequest: The episode cannot have another turn.
         """
         if self.state is not None:
             raise episode_over(self.state)

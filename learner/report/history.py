@@ -129,8 +129,8 @@ def read_history(path: Path, give_up: Callable[[], bool]) -> History:
     """Read the steps recorded so far.
 
     Raises:
-        RunDirectoryError: If a line is not a step.
-        OSError: If the file cannot be read.
+        RunDirectoryError: A line is not a step.
+        OSError: The file cannot be read.
         TimeoutError: If `give_up` returns true.
     """
     if not path.is_file():

@@ -97,8 +97,8 @@ def newest_table(path: Path) -> Table:
     """Return the newest samples, the newest first, for the dashboard.
 
     Raises:
-        OSError: If the file cannot be read.
-        RunDirectoryError: If a line is not a sample.
+        OSError: The file cannot be read.
+        RunDirectoryError: A line is not a sample.
     """
     if not path.is_file():
         return table_of([], "")

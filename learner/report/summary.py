@@ -189,7 +189,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, float]]:
     """Return one dict per optimizer step, in order.
 
     Raises:
-        RunDirectoryError: If the file is missing, broken or has no step.
+        RunDirectoryError: The file is missing, broken or has no step.
     """
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
@@ -221,7 +221,7 @@ def read_evaluations(run_dir: Path) -> list[Evaluation]:
     """Return the evaluations that the run itself made, in order of steps.
 
     Raises:
-        ConfigError: If the file has other content.
+        ConfigError: The file has other content.
     """
     made = [one for one in earlier(run_dir / FILE) if one.step is not None and one.reward is not None]
     return sorted(made, key=lambda one: one.step or 0)
@@ -254,7 +254,7 @@ def steps_in(
     The torn last line of a killed writer is skipped.
 
     Raises:
-        RunDirectoryError: If any other line is broken.
+        RunDirectoryError: Any other line is broken.
     """
     of_step: dict[int, dict[str, Any]] = {}
     newest, broken = -1, None

@@ -52,7 +52,7 @@ def load_function(spec: str) -> RewardFunction:
     """Return the function that a spec names.
 
     Raises:
-        RewardError: If the function cannot be loaded or called. The error names the remedy.
+        RewardError: The function cannot be loaded or called. The error names the remedy.
     """
     if ":" not in spec:
         if spec not in BUILT_IN:

@@ -61,7 +61,7 @@ class RewardProcess(PipeProcess):
         """Wait for the imports. Return a ProcessFailure if the process was killed.
 
         Raises:
-            RewardError: If a function cannot be imported.
+            RewardError: A function cannot be imported.
         """
         if self.loaded is not None:
             return None

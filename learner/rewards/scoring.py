@@ -45,7 +45,7 @@ class Scorer:
         """Call the reward functions, which see the step, and add the overlong penalty.
 
         Raises:
-            RewardError: If a function fails too often.
+            RewardError: A function fails too often.
         """
         if not self._config.reward.functions:  # on-policy distillation
             return GroupRewards(rewards=[0.0] * len(episodes_G), functions=[])
@@ -99,7 +99,7 @@ class RewardFailures:
         """Record the calls of a group.
 
         Raises:
-            RewardError: If a function now fails too often. The error shows examples.
+            RewardError: A function now fails too often. The error shows examples.
         """
         self._warn_of_none(rewards)
         for function in rewards.functions:

@@ -101,8 +101,8 @@ class RewardWorkers:
         """Start the processes.
 
         Raises:
-            RewardError: If a function cannot be loaded in them.
-            ProcessesExhausted: If the machine has no room for them.
+            RewardError: A function cannot be loaded in them.
+            ProcessesExhausted: The machine has no room for them.
         """
         self._config = config
         self.latencies, self._retry_schedule = Latencies(), RetrySchedule(config.unreachable_s)

@@ -19,7 +19,7 @@ def reserve_open_files(num: int, files_each: int, what: str) -> None:
     """Raise the soft limit for `num` processes or connections, each with at least `files_each` open files.
 
     Raises:
-        ConfigError: If the hard limit is too low. It names `what`, with the key that sets the number.
+        ConfigError: The hard limit is too low. It names `what`, with the key that sets the number.
     """
     needed = num * files_each + NUM_OTHER_FILES
     wanted = max(MAX_OPEN_FILES, needed)

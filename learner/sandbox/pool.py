@@ -58,8 +58,8 @@ class ProcessPool(Generic[P]):
         """Return a free process, or a new one. Drop those that were killed while free.
 
         Raises:
-            PoolClosed: If the pool is closed.
-            ProcessesExhausted: If the machine has no room for a new one.
+            PoolClosed: The pool is closed.
+            ProcessesExhausted: The machine has no room for a new one.
         """
         while True:
             with self._lock:
@@ -74,8 +74,8 @@ class ProcessPool(Generic[P]):
         """Start another process.
 
         Raises:
-            PoolClosed: If the pool is closed.
-            ProcessesExhausted: If the machine has no room for it.
+            PoolClosed: The pool is closed.
+            ProcessesExhausted: The machine has no room for it.
         """
         if self.is_closed:
             raise PoolClosed("the pool of processes is closed")

@@ -87,8 +87,8 @@ class ScriptChild:
         """Start the script.
 
         Raises:
-            ConfigError: If the interpreter cannot be started.
-            OSError: If the machine cannot start another process now.
+            ConfigError: The interpreter cannot be started.
+            OSError: The machine cannot start another process now.
         """
         command = [python, str(script), *map(str, fds), *arguments]
         try:
@@ -127,7 +127,7 @@ def spawn(name: str, serve: Callable[..., None], *arguments: Any) -> tuple[Conne
     """Run `serve(pipe, *arguments)` in a new interpreter.
 
     Raises:
-        OSError: If the machine cannot start another process now.
+        OSError: The machine cannot start another process now.
     """
     return _start(SPAWNED, name, serve, arguments)
 
@@ -138,7 +138,7 @@ def fork(name: str, preloaded: str, serve: Callable[..., None], *arguments: Any)
     That module imports `serve`, and what the learner's main module imports, which every fork imports again.
 
     Raises:
-        OSError: If the machine cannot start another process now.
+        OSError: The machine cannot start another process now.
     """
     FORKED.set_forkserver_preload([preloaded])  # affects this whole process, so only when needed
     safe_path = os.environ.get(SAFE_PATH)
@@ -161,8 +161,8 @@ def run_script(python: str, script: Path, *arguments: str) -> tuple[Connection, 
     The lifeline reads as ended when the learner is gone.
 
     Raises:
-        ConfigError: If the interpreter cannot be started.
-        OSError: If the machine cannot start another process now.
+        ConfigError: The interpreter cannot be started.
+        OSError: The machine cannot start another process now.
     """
     pipe, theirs = multiprocessing.Pipe()
     lifeline, ours = multiprocessing.Pipe(duplex=False)

@@ -36,7 +36,7 @@ def load_named(spec: str) -> Any:
     """Return the callable that a spec names.
 
     Raises:
-        NotLoaded: If there is none.
+        NotLoaded: There is none.
     """
     module_name, _, name = spec.rpartition(":")
     loaded = getattr(_import(module_name), name, None)

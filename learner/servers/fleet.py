@@ -251,7 +251,7 @@ class Fleet:
         """Return new members. Not for the loop: it looks up each name, which may take DNS many seconds.
 
         Raises:
-            ConfigError: If this process may not open the files for all members. libzmq would abort it.
+            ConfigError: This process may not open the files for all members. libzmq would abort it.
         """
         reserve_open_files(num_others + len(endpoints), FILES_PER_LINK, "servers (`endpoints`, `endpoints_from`)")
         members = list[Member]()

@@ -45,7 +45,7 @@ def builtin_model(name: str) -> Path:
     Creating it may download up to 89 MiB.
 
     Raises:
-        ConfigError: If the name is unknown, the cache cannot be written, or a download or conversion fails.
+        ConfigError: The name is unknown, the cache cannot be written, or a download or conversion fails.
     """
     path = made_model(name)
     if path.is_dir():
@@ -66,7 +66,7 @@ def is_at_hand(name: str) -> bool:
     """Return whether `builtin_model` needs no network.
 
     Raises:
-        ConfigError: If the name is unknown.
+        ConfigError: The name is unknown.
     """
     return made_model(name).is_dir() or name not in DOWNLOADED
 
@@ -75,7 +75,7 @@ def made_model(name: str) -> Path:
     """Return the path of a built-in model, which may not exist yet.
 
     Raises:
-        ConfigError: If the name is unknown.
+        ConfigError: The name is unknown.
     """
     if name not in BUILTIN:
         known = ", ".join(map(repr, BUILTIN))

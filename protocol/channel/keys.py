@@ -35,7 +35,7 @@ def read_secret(path: Path, purpose: str) -> str:
     """Return the stripped text of a secret file.
 
     Raises:
-        ConfigError: If the file is not a readable regular file, is empty, or is open to group or others.
+        ConfigError: The file is not a readable regular file, is empty, or is open to group or others.
     """
     try:
         status = path.stat()
@@ -55,7 +55,7 @@ def write_secret(path: Path, text: str) -> None:
     """Create the file with mode 600.
 
     Raises:
-        FileExistsError: If the file exists, because a secret is never overwritten.
+        FileExistsError: The file exists, because a secret is never overwritten.
     """
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(f"{text}\n")
@@ -77,7 +77,7 @@ class ServerKeys(msgspec.Struct, frozen=True):
         A file without a valid key, such as a partial copy, admits nobody and is logged.
 
         Raises:
-            OSError: If it is not known now which keys are admitted.
+            OSError: It is not known now which keys are admitted.
         """
         keys = set()
         for path in sorted(self.allowed_in.glob("*.pub")):
@@ -102,7 +102,7 @@ def server_keys(directory: str) -> ServerKeys:
     """Read the server's key pair, and check that a learner could connect.
 
     Raises:
-        ConfigError: If the key pair cannot be read, or no public key is admitted.
+        ConfigError: The key pair cannot be read, or no public key is admitted.
     """
     secret, public = _read_pair(_folder(directory) / "server.key")
     keys = ServerKeys(secret, public, Path(directory) / "allowed")
@@ -121,7 +121,7 @@ def learner_keys(directory: str) -> LearnerKeys:
     """Read a learner's key pair and the public key of its server.
 
     Raises:
-        ConfigError: If a key cannot be read.
+        ConfigError: A key cannot be read.
     """
     secret, public = _read_pair(_folder(directory) / "learner.key")
     return LearnerKeys(secret, public, _read_public(Path(directory) / "server.pub"))
@@ -131,7 +131,7 @@ def make_keys(directory: Path) -> None:
     """Create the keys of a server and of one learner in a new directory.
 
     Raises:
-        ConfigError: If the directory exists.
+        ConfigError: The directory exists.
     """
     try:
         directory.mkdir(mode=0o700, parents=True)
@@ -154,7 +154,7 @@ def _folder(directory: str) -> Path:
     """Return the path of a key directory.
 
     Raises:
-        ConfigError: If it is not a directory, or this user may not enter it.
+        ConfigError: It is not a directory, or this user may not enter it.
     """
     try:
         if not stat.S_ISDIR(os.stat(directory).st_mode):

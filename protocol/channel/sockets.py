@@ -127,7 +127,7 @@ class ServerChannel:
     """The server's end: receives from any learner, sends to one by its peer id.
 
     Raises:
-        ConfigError: If the address cannot be bound, or needs keys or `insecure` because it is not loopback.
+        ConfigError: The address cannot be bound, or needs keys or `insecure` because it is not loopback.
     """
 
     def __init__(self, endpoint: str, keys: ServerKeys | None = None, *, insecure: bool = False) -> None:
@@ -280,7 +280,7 @@ class LearnerChannel:
     """The learner's end: one connection to one server, which ZeroMQ restores.
 
     Raises:
-        ConfigError: If the address is not that of a server, or needs keys or `insecure` because it is not loopback.
+        ConfigError: The address is not that of a server, or needs keys or `insecure` because it is not loopback.
     """
 
     def __init__(self, endpoint: str, keys: LearnerKeys | None = None, *, insecure: bool = False) -> None:
@@ -323,7 +323,7 @@ class LearnerChannel:
         """Send a message over a live connection.
 
         Raises:
-            DeadlineExceeded: If the channel is closed, or no connection accepts the message within `timeout_s`.
+            DeadlineExceeded: The channel is closed, or no connection accepts the message within `timeout_s`.
         """
         if self._socket.closed:
             raise DeadlineExceeded(f"{type(message).__name__} was not sent: the channel to {self.endpoint} is closed")
@@ -341,7 +341,7 @@ class LearnerChannel:
         """Return the server's next message.
 
         Raises:
-            ProtocolError: If the frames are not a valid message.
+            ProtocolError: The frames are not a valid message.
         """
         return self._decoder.decode(await self._messages.receive())
 
@@ -359,7 +359,7 @@ class LearnerChannel:
         The server may be starting.
 
         Raises:
-            HandshakeRefused: If ZeroMQ does not retry after such a failure.
+            HandshakeRefused: ZeroMQ does not retry after such a failure.
         """
         failures = self._monitor.pop_failures()
         if Failure.UNKNOWN_KEY in failures:

@@ -37,7 +37,7 @@ class Collective(ABC):
     The constructor blocks until all ranks are connected.
 
     Raises:
-        PushError: If they cannot connect.
+        PushError: They cannot connect.
     """
 
     between_gpus: ClassVar[bool] = False

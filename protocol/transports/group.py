@@ -104,7 +104,7 @@ class RendezvousHost:
         """Return where and how the ranks of a new session connect, as its only server sees it.
 
         Raises:
-            PushError: If the transport is unknown or not installed.
+            PushError: The transport is unknown or not installed.
         """
         secret = load_transport(transport).new_secret(self._store, 1 + num_workers, self._timeout_s)
         return Rendezvous(
@@ -232,7 +232,7 @@ def watched(
     """Abort the broadcasts soon after the session is canceled or the learner is gone, and report what the rank does.
 
     Raises:
-        PushError: If a broadcast fails, with the reason if there is one.
+        PushError: A broadcast fails, with the reason if there is one.
     """
     watch = Watch(collective, (rendezvous.host, rendezvous.port), session, rank, version)
     watch.start()
@@ -310,7 +310,7 @@ class Watch(threading.Thread):
         The store disconnects clients that are silent for long.
 
         Raises:
-            PushError: If the session is canceled.
+            PushError: The session is canceled.
         """
         with socket.create_connection(self._address, DEAD_AFTER_S) as connection:
             keep_alive(connection, KEEPALIVE)

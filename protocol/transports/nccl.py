@@ -43,7 +43,7 @@ def new_unique_id() -> bytes:
     """Return the 128 bytes by which the ranks of one session find each other.
 
     Raises:
-        PushError: If NCCL is not installed.
+        PushError: NCCL is not installed.
     """
     return _bindings().get_unique_id()
 
@@ -188,7 +188,7 @@ class NcclCollective(Collective):
     """NCCL communicator of one session. Its creation blocks until all ranks have it.
 
     Raises:
-        PushError: If it cannot be formed.
+        PushError: It cannot be formed.
     """
 
     between_gpus = True

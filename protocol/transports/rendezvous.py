@@ -121,7 +121,7 @@ class StoreClient:
     """Client of the rendezvous store in another process.
 
     Raises:
-        PushError: If there is no store at the address.
+        PushError: There is no store at the address.
     """
 
     def __init__(self, host: str, port: int, answer_timeout_s: float) -> None:
@@ -155,7 +155,7 @@ class StoreClient:
         """Return the answer, or what has arrived of it when the connection ends.
 
         Raises:
-            TimeoutError: If the line is not complete at its deadline, or an earlier one was not.
+            TimeoutError: The line is not complete at its deadline, or an earlier one was not.
         """
         if self._is_late:
             raise TimeoutError

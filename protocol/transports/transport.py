@@ -58,7 +58,7 @@ def choose_transport(
     Example: choose_transport("auto", "a/1", ["a/1"], learner_transports=["tcp", "ipc"], ...) == "ipc"
 
     Raises:
-        ConfigError: If the wanted transport is impossible.
+        ConfigError: The wanted transport is impossible.
     """
     devices, is_explicit = [learner_device, *worker_devices], wanted != "auto"
     offers = {"learner": learner_transports, "server": server_transports}

@@ -30,7 +30,7 @@ def send_trial(rendezvous_host: RendezvousHost, trial: Trial) -> Collective:
     Close the collective once the other side has reported that everything arrived.
 
     Raises:
-        PushError: If the transfer fails.
+        PushError: The transfer fails.
     """
     collective = rendezvous_host.host_collective(trial.trial_id, trial.rendezvous, CPU)
     _transfer(collective, trial.num_bytes)
@@ -41,7 +41,7 @@ def receive_trial(trial: Trial) -> float:
     """Receive the bytes and return the seconds that they took.
 
     Raises:
-        PushError: If the rendezvous is not that of a trial, or the transfer fails or takes more than two steps' time.
+        PushError: The rendezvous is not that of a trial, or the transfer fails or takes more than two steps' time.
     """
     rendezvous = trial.rendezvous
     if load_transport(rendezvous.transport).between_gpus or rendezvous.world_size != 2:

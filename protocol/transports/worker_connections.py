@@ -64,7 +64,7 @@ class TcpConnection:
         """Return once the kernel has all bytes.
 
         Raises:
-            OSError: If the connection is broken or shut, or at the deadline.
+            OSError: The connection is broken or shut, or at the deadline.
         """
         self._send_moved_at = time.monotonic()
         try:
@@ -229,7 +229,7 @@ def connect_to(
     """Return a worker's connection to the rank that sends to it, whose later deadlines are `timeout_s`.
 
     Raises:
-        OSError: If nothing answers in `connect_timeout_s`, or the peer does not admit the worker.
+        OSError: Nothing answers in `connect_timeout_s`, or the peer does not admit the worker.
     """
     connection = socket.socket(socket.AF_INET6 if needs_ipv6(host) else socket.AF_INET, socket.SOCK_STREAM)
     answer = bytearray(len(ADMITTED))
@@ -254,7 +254,7 @@ def connect_to_learner(host: str, port: int, request: ConnectionRequest, timeout
     """Return a worker's connection to rank 0.
 
     Raises:
-        PushError: If nothing answers, or the peer does not admit the worker.
+        PushError: Nothing answers, or the peer does not admit the worker.
     """
     try:
         return connect_to(host, port, request, timeout_s, timeout_s)

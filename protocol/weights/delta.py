@@ -71,7 +71,7 @@ class Baseline:
         It yields False if another process has already made the change.
 
         Raises:
-            PushError: If another process has failed to make it.
+            PushError: Another process has failed to make it.
         """
         yield True
 
@@ -97,7 +97,7 @@ def send_changes(
     """Send what differs from the baseline, which then holds these tensors.
 
     Raises:
-        PushError: If the transfer fails.
+        PushError: The transfer fails.
         ValueError: As in `send_weights`.
     """
     if baseline.is_empty:
@@ -127,7 +127,7 @@ def receive_changes(collective: Collective, manifest: Manifest, baseline: Baseli
     The buffers are those of the baseline. In the first weight sync, they are on the collective's device.
 
     Raises:
-        PushError: If the transfer or a check fails.
+        PushError: The transfer or a check fails.
     """
     if baseline.is_empty:
         yield from _receive_first(collective, manifest, baseline)
@@ -174,7 +174,7 @@ def _receive_frames(collective: Collective, bucket: Bucket) -> tuple[torch.Tenso
     """Return the bucket's encoded changes and its trailer.
 
     Raises:
-        PushError: If the transfer fails, or the announced sizes do not fit the bucket.
+        PushError: The transfer fails, or the announced sizes do not fit the bucket.
     """
     num_changes, num_bytes = receive_bytes(collective, ALIGNMENT_BYTES).cpu().view(torch.int64).tolist()
     most = max_encoded_bytes(bucket.num_bytes)

@@ -69,7 +69,7 @@ def decode(encoded: np.ndarray, base: torch.Tensor, element_bytes: int) -> None:
     weight sync repairs the base.
 
     Raises:
-        PushError: If the message is malformed.
+        PushError: The message is malformed.
     """
     chunks = _chunks(base, element_bytes)
     for chunk, frame in zip(chunks, _parse(encoded.data, chunks), strict=True):
@@ -101,7 +101,7 @@ def _parse(message: memoryview, chunks: list[np.ndarray]) -> list[_Frame]:
     """Cut a message into one frame per chunk of the base.
 
     Raises:
-        PushError: If the message does not fit the chunks.
+        PushError: The message does not fit the chunks.
     """
     frames: list[_Frame] = []
     offset = 0
@@ -156,7 +156,7 @@ def _unpack_gaps(packed: np.ndarray, num_changed: int, num_words: int) -> np.nda
     """Return the indices of the changed words, strictly increasing.
 
     Raises:
-        PushError: If their number differs from `num_changed`, or one is not in the chunk.
+        PushError: Their number differs from `num_changed`, or one is not in the chunk.
     """
     ends = np.flatnonzero(packed != 255)
     if len(ends) != num_changed or (len(packed) and packed[-1] == 255):

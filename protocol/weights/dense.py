@@ -70,8 +70,8 @@ def send_weights(
     """Send all tensors.
 
     Raises:
-        PushError: If the transfer fails.
-        ValueError: If the tensors are not those that the buckets were cut for.
+        PushError: The transfer fails.
+        ValueError: The tensors are not those that the buckets were cut for.
     """
     checksums: list[int] = []
 
@@ -99,7 +99,7 @@ def broadcast_frames(collective: Collective, frames: Frames) -> int:
     """Broadcast in order while the next frames are made, and return the bytes sent.
 
     Raises:
-        PushError: If a broadcast fails.
+        PushError: A broadcast fails.
     """
     num_sent = 0
     under_way: deque[tuple[Wait, int, int]] = deque()
@@ -141,7 +141,7 @@ def receive_weights(
     `memory` keeps it from one weight sync of a manifest to the next.
 
     Raises:
-        PushError: If the transfer or a check fails.
+        PushError: The transfer or a check fails.
     """
     buckets = split_into_buckets(manifest)
     memory = memory or BucketMemory(manifest, collective.device)
@@ -172,7 +172,7 @@ class _BucketInTransit:
         """Return the bucket. Each span is checked as it arrives.
 
         Raises:
-            PushError: If the transfer or the check fails.
+            PushError: The transfer or the check fails.
         """
         checksum = Checksum()
         for span, wait in self._spans:

@@ -45,7 +45,7 @@ class SharedBaseline(Baseline):
     """This process's view of the baseline of a session.
 
     Raises:
-        OSError: If the host's shared memory has no room for it.
+        OSError: The host's shared memory has no room for it.
     """
 
     def __init__(self, owner_pid: int, session: str, manifest: Manifest) -> None:

@@ -62,7 +62,7 @@ class RequestRules(msgspec.Struct, frozen=True):
         `api`: its name in errors. `fixed`: more keys that change the prompt.
 
         Raises:
-            RefusedRequest: If the body is malformed or requests what the run does not support.
+            RefusedRequest: The body is malformed or requests what the run does not support.
         """
         try:
             raw = msgspec.json.decode(content, type=dict[str, Any])
@@ -84,7 +84,7 @@ class RequestRules(msgspec.Struct, frozen=True):
         """Return the stop texts of the turn that the run does not have.
 
         Raises:
-            RefusedRequest: If there are too many, or if one is empty or too long.
+            RefusedRequest: There are too many, or one is empty or too long.
         """
         texts = [wanted] if isinstance(wanted, str) else wanted or []
         more = tuple(dict.fromkeys(text for text in texts if text not in self.sampling.stop))
@@ -146,7 +146,7 @@ def refuse_values(raw: Mapping[str, Any], fixed: Fixed, inside: str = "") -> Non
     """Refuse values that change the prompt. `inside`: prefix of the keys' names, for an object within the body.
 
     Raises:
-        RefusedRequest: If one differs from its value without effect.
+        RefusedRequest: One differs from its value without effect.
     """
     for name, (expected, remedy) in fixed.items():
         if (value := raw.get(name)) is not None and value != expected:

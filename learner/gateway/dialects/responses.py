@@ -112,7 +112,7 @@ def _message_of(item: Item, where: str) -> Message:
     """Return an item as a message, without the keys that the item does not have.
 
     Raises:
-        RefusedRequest: If its type is not supported.
+        RefusedRequest: Its type is not supported.
     """
     match item.get("type", "message"):
         case "message":

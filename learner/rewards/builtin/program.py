@@ -111,7 +111,7 @@ def checks_of(column: Any) -> list[Check]:
     """Return the checks that a row's tests describe.
 
     Raises:
-        ValueError: If the column has another form or holds Python that cannot fail.
+        ValueError: The column has another form or holds Python that cannot fail.
     """
     if isinstance(column, str) and column.lstrip()[:1] in ("[", "{"):
         column = _read(column)
@@ -173,8 +173,8 @@ def run(code: str, check: Check, timeout_s: float, *, unconfined: bool = False) 
     """Return whether a program passes a check.
 
     Raises:
-        TimeoutError: If the time is up.
-        OSError: If the program cannot be confined.
+        TimeoutError: The time is up.
+        OSError: The program cannot be confined.
     """
     token = secrets.token_hex(16)
     result = _run_check(code, check, token, timeout_s, unconfined=unconfined)
@@ -219,8 +219,8 @@ def _run_check(code: str, check: Check, token: str, timeout_s: float, *, unconfi
     """Run a check in a host process.
 
     Raises:
-        TimeoutError: If the time is up.
-        OSError: If the program cannot be confined.
+        TimeoutError: The time is up.
+        OSError: The program cannot be confined.
     """
     with ExitStack() as cleanup:
         files = [os.memfd_create(name) for name in ("given", "printed", "reported", "problem")]

@@ -104,7 +104,7 @@ def isolate() -> None:
     Its children end with it.
 
     Raises:
-        OSError: If the kernel refuses.
+        OSError: The kernel refuses.
     """
     user, group = os.getuid(), os.getgid()
     alone = NEW_MOUNTS | NEW_IPC | NEW_PIDS | NEW_NETWORK
@@ -125,7 +125,7 @@ def enter(root: str) -> None:
     """Make the empty folder `root` the root file system, holding what Python needs.
 
     Raises:
-        OSError: If the kernel refuses.
+        OSError: The kernel refuses.
     """
     called("mount", None, b"/", None, RECURSIVE | PRIVATE, None)
     called("mount", b"tmpfs", root.encode(), b"tmpfs", NO_DEVICES_OR_SETUID, b"size=1m,mode=755")
@@ -187,7 +187,7 @@ def give_up(user: int) -> None:
     """Drop all capabilities for good and, under root, switch to an unused user id.
 
     Raises:
-        OSError: If the kernel refuses.
+        OSError: The kernel refuses.
     """
     if os.getuid() == 0:
         os.setgroups([])
