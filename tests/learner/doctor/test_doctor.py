@@ -296,7 +296,9 @@ def test_too_little_memory_and_disk_are_reported_with_both_numbers(
 @pytest.mark.parametrize(("keep_last", "num_kept"), [(2, 3), (0, 7)])
 def test_all_checkpoints_that_are_kept_need_space(tmp_path: Path, keep_last: int, num_kept: int) -> None:
     flags = ("--learner.steps", "61", "--learner.checkpoint.every-steps", "10")
-    *_, disk = doctor.check_resources(run_at(NOBODY, tmp_path, *flags, "--learner.checkpoint.keep-last", str(keep_last)))
+    *_, disk = doctor.check_resources(
+        run_at(NOBODY, tmp_path, *flags, "--learner.checkpoint.keep-last", str(keep_last))
+    )
     assert disk.subject == "disk" and f"{num_kept} checkpoints" in disk.text
 
 
