@@ -52,7 +52,7 @@ chaos: $(STAMP)  ## kill, stop and cut off every part of a run: 3 faults with vL
 	@$(PY) -m tests.chaos --engine fake --faults 3 --reference $(ARGS)
 	@$(PY) -m tests.chaos --engine fake --faults 3 --servers 3 $(ARGS)
 
-gpu-bench:  ## on a GPU: server, learner and weight sync next to TRL, in the active environment (docs/performance.md)
+gpu-bench:  ## on a GPU: server, learner and weight sync next to TRL, in the active environment (docs/benchmarks-gpu.md)
 	@$(PYTHON) -m tests.bench.gpu $(ARGS)
 
 lint: $(STAMP)  ## ruff, formatting and mypy

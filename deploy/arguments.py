@@ -71,16 +71,13 @@ def read_arguments(arguments: list[str], program: str, purpose: str) -> Launch |
     manner = [argument for argument in arguments if argument in console.SWITCHES]
     arguments = [argument for argument in arguments if argument not in (*SWITCHES, *console.SWITCHES)]
     config_file, flags_of = arguments[:1], flags_by_section(arguments[1:])
-    config = load_config(DeployRun, config_file + flags_of["deploy"], program, SWITCHES | console.SWITCHES).deploy
-    learner_run = load_config(LearnerRun, config_file + flags_of["learner"], program)
-    first_endpoint = ["--endpoint", learner_run.servers[0]]  # every server gets its own later
+    deploy_run = load_config(DeployRun, config_file + flags_of["deploy"], program, SWITCHES | console.SWITCHES)
+    config, first_endpoint = deploy_run.deploy, ["--endpoint", deploy_run.servers[0]]  # each server gets its own later
     server_run = load_config(ServerRun, config_file + flags_of["server"] + first_endpoint, program)
-    sections = {
-        "server": keys_from_flags("server", flags_of["server"], server_run.server),
-        "learner": keys_from_flags("learner", flags_of["learner"], learner_run.learner),
-    }
-    learner_run, server_run = with_other_sections(learner_run, sections), with_other_sections(server_run, sections)
-    learner_run.check()
+    sections = {"server": keys_from_flags("server", flags_of["server"], server_run.server)}
+    learner_run = load_config(LearnerRun, config_file + flags_of["learner"], program, others=sections)
+    sections["learner"] = keys_from_flags("learner", flags_of["learner"], learner_run.learner)
+    server_run = with_other_sections(server_run, sections)
     if "--dry-run" in switches:
         # The config of a side has its own section in full, and of the others what is in the file or a flag.
         own = {"learner": msgspec.to_builtins(learner_run.learner), "deploy": msgspec.to_builtins(config)}

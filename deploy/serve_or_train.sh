@@ -10,7 +10,8 @@
 #   KEYS               directory of the keys that `slipstream keys` made
 #   RANKS              as in train_or_resume.sh, which the remaining nodes run
 #
-# Flags that begin with --server. go to the servers, --learner. to the learner, and all others to both.
+# Flags that begin with --server. go to the servers, --learner. to the learner, and all others to both. Set keys that
+# both sides read in the file: learner.lora, learner.weight_sync.lora, learner.routing_replay, server.max_model_len.
 set -u
 
 if [ $# -lt 2 ]; then

@@ -195,6 +195,8 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
     def attach_interrupt(self, interrupt: Interrupt) -> None:
         """Let an interrupt end the waits for a lost server, so that the step's checkpoint is written at once."""
         self.fleet.is_interrupted = lambda: interrupt.requested
+        if self.reference is not None:
+            self.reference.scores.server.fleet.is_interrupted = self.fleet.is_interrupted
 
     def publish(self, version: int, expected: ExpectedAnswers | None = None) -> None:
         """Start the checks of `version`, and admit the rollouts that staleness permits.

@@ -109,11 +109,13 @@ def load_config(
     program: str,
     switches: Mapping[str, str] = NO_SWITCHES,
     purpose: str | None = None,
+    others: Mapping[str, dict[str, Any]] | None = None,
 ) -> C:
     """Return the config from `run.toml [--section.key value ...]` in `argv`.
 
     `switches` are the caller's own flags and what each does, for the help. `purpose` is the first text of
-    the help, by default the docstring of `config_type`.
+    the help, by default the docstring of `config_type`. `others` are keys for the sections of other processes, like
+    those in OTHER_SECTIONS.
 
     Raises:
         ConfigError: The file is missing, a key is unknown, a value has a wrong type or range, or an
@@ -128,7 +130,8 @@ def load_config(
     describe = partial(description, purpose or config_type.__doc__ or "", switches, config_type, config_type.COMMON)
     config = with_flags(config_type, base, flags, usage, switches, describe)
     _refuse_unusable(msgspec.to_builtins(config))
-    config = with_other_sections(config, msgspec.json.decode(os.environ.get(OTHER_SECTIONS, "{}")))
+    for sections in (msgspec.json.decode(os.environ.get(OTHER_SECTIONS, "{}")), others or {}):
+        config = with_other_sections(config, sections)
     config.check()
     if config.dtype == "float32" and config.head_dtype == "bfloat16":
         raise ConfigError(

@@ -80,7 +80,7 @@ def test_two_ranks_lose_no_group_while_servers_join_die_and_drain(tmp_path: Path
         "the run started", f"{three}: joining → syncing", f"{three}: syncing → ready", f"{one}: ready → joining",
         f"{two}: ready → draining", f"{two}: draining → gone",
     ]  # fmt: skip
-    page, place = (Path(run.run_dir) / "report.html").read_text().partition("<h2>Events</h2>")[2], 0
+    page, place = (Path(run.run_dir) / "report.html").read_text().partition("<h2>Events (UTC)</h2>")[2], 0
     for what in story:
         place = page.find(f"<td>{what}</td>", place)
         assert place >= 0, f"{what}: missing or out of order in {page}"

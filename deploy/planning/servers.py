@@ -22,11 +22,14 @@ import simpy
 
 from deploy.planning.outcome import Sums
 from deploy.planning.rates import Rates
+from protocol.errors import ConfigError
 
 ROUNDING = 1e-9
 Events = Generator[simpy.Event, Any, None]
 NOTICED_S = 3.0
 """Time until the learner notices that a server is dead."""
+MAX_VAIN_FAILURES = 1000
+"""Failures per server without a completed group, after which a simulation would hardly ever end."""
 
 
 class SimulatedGroup:
@@ -168,7 +171,14 @@ class SimulatedFleet:
         on_done: Callable[[SimulatedGroup], None],
     ) -> None:
         self._env, self._rates = env, rates
-        self._servers = [SimulatedServer(env, rates, capacity, on_done) for _ in range(num_servers)]
+        self._num_vain = 0
+        """Number of failures since the last group was done."""
+
+        def done(group: SimulatedGroup) -> None:
+            self._num_vain = 0
+            on_done(group)
+
+        self._servers = [SimulatedServer(env, rates, capacity, done) for _ in range(num_servers)]
         self._chosen_at = [0] * num_servers
         self._choices = itertools.count(1)
         self._held: list[SimulatedGroup] = []
@@ -227,6 +237,12 @@ class SimulatedFleet:
         while True:
             yield self._env.timeout(rng.exponential(failures.every_s))
             lost = server.die()
+            self._num_vain += 1
+            if self._num_vain > MAX_VAIN_FAILURES * len(self._servers):
+                raise ConfigError(
+                    f"--failures {failures.every_s:g} {failures.restart_s:g}: the servers fail before they complete a "
+                    "group; raise EVERY_S"
+                )
             yield self._env.timeout(NOTICED_S)
             self.send(lost)
             yield self._env.timeout(failures.restart_s + self._rates.weight_sync_seconds(1))

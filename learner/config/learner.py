@@ -171,7 +171,7 @@ class LearnerRun(SharedConfig):
     """The server's section. The learner reads max_model_len, to which it pins RoPE, http_host and http_port, for
     evaluations, and what a server on the same GPU needs, for its memory plan."""
     deploy: MayChange[Annotated[dict[str, Any], tyro.conf.Suppress]] = msgspec.field(default_factory=dict)
-    """Resources of the node per process. Not read by the learner."""
+    """Resources of the node per process. Read only by the learner's doctor."""
 
     @property
     def checkpoint_dir(self) -> Path:

@@ -71,7 +71,8 @@ class Selection:
             return False
         rewards = step_rewards([group], config.reward)
         if config.advantage.function is not None:
-            return turn_rewards_differ(rewards)
+            earned = any(turn.reward is not None for turns in group.turns_G for turn in turns)
+            return earned and turn_rewards_differ(rewards)
         return config.advantage.credit != "episode" and tells_turns_apart(rewards, config.advantage)
 
     def _warn_of_no_signal(self, num_without: int, num_replaced: int) -> None:

@@ -6,6 +6,7 @@ imports only the standard library.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import functools
@@ -66,20 +67,37 @@ def _import(module_name: str) -> Any:
 
 
 def _check_neighbors(directory: str, loaded: str | None) -> None:
-    """Raise NotLoaded if a module next to user code has the name of another one that user code has imported.
+    """Raise NotLoaded if user code imports a module next to it that has the name of another one already imported.
 
     Python imports one module of a name, so both users would get the same one.
     """
+    imported = _imported_names(directory, loaded)
     for name, module in list(sys.modules.items()):
         file = _file_of_module(module)
-        if file is None or "." in name or _directory_of(file) not in _DIRECTORIES - {directory}:
+        if file is None or name not in imported or _directory_of(file) not in _DIRECTORIES - {directory}:
             continue
         neighbor = importlib.machinery.PathFinder.find_spec(name, [directory])
-        if neighbor is not None and neighbor.origin not in (None, file, loaded):
+        own = {os.path.realpath(one) for one in (file, loaded) if one is not None}
+        if neighbor is not None and neighbor.origin is not None and os.path.realpath(neighbor.origin) not in own:
             raise NotLoaded(
                 f"{neighbor.origin} and {file} have the same module name, so only one of them can be imported; "
                 "rename one of them"
             )
+
+
+def _imported_names(directory: str, loaded: str | None) -> set[str]:
+    """Return the names of the modules that user code and its neighbors import, without those of packages' parts."""
+    neighbors = {file for file in map(_file_of_module, list(sys.modules.values())) if file is not None}
+    files = {file for file in neighbors if _directory_of(file) == directory} | ({loaded} if loaded else set())
+    names: set[str] = set()
+    for file in files:
+        with contextlib.suppress(OSError, SyntaxError, ValueError):  # not Python, or changed meanwhile
+            for node in ast.walk(ast.parse(Path(file).read_bytes())):
+                if isinstance(node, ast.Import):
+                    names |= {alias.name.partition(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                    names.add(node.module.partition(".")[0])
+    return names
 
 
 def _directory_of(file: str) -> str:

@@ -6,6 +6,7 @@ Invariants: after any failure the session is closed and never used again. Its re
 is discarded with it. A server is in one open session at most.
 """
 
+import logging
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
@@ -26,6 +27,8 @@ from protocol.transports.transport import choose_transport, offered_transports, 
 from protocol.weights.buckets import NamedTensors, split_into_buckets
 from protocol.weights.delta import Baseline, send_changes
 from protocol.weights.dense import Progress, Sent, send_weights
+
+log = logging.getLogger(__name__)
 
 Failure = PushError | DeadlineExceeded | ConfigError
 """Why a server could not be synced."""
@@ -257,9 +260,15 @@ class SyncSessions:
 
     def _rendezvous_host(self, own_host: str) -> RendezvousHost:
         if own_host not in self._rendezvous_hosts:
-            self._rendezvous_hosts[own_host] = RendezvousHost(
-                own_host, self._config.timeout_s, ports=self._config.port_range(), advertise=self._config.advertise
+            advertise = self._config.advertise
+            host = self._rendezvous_hosts[own_host] = RendezvousHost(
+                own_host, self._config.timeout_s, ports=self._config.port_range(), advertise=advertise
             )
+            if advertise not in (None, host.advertised):
+                log.info(
+                    "workers of servers at a loopback endpoint connect to %s, not to learner.weight_sync.advertise = %s",
+                    host.advertised, advertise,
+                )  # fmt: skip
         return self._rendezvous_hosts[own_host]
 
 

@@ -47,7 +47,7 @@ def test_a_shared_prompt_is_computed_once(trainer: PolicyTrainer) -> None:
 def test_the_common_prefix_of_branches_is_computed_once(trainer: PolicyTrainer) -> None:
     rows = make_rows(2, 3, 50, 10, 128, num_branches=4, num_said=40)
     assert [len(row.prompt_token_ids) for row in rows[:5]] == [50, 90, 130, 170, 50]
-    assert [row.place for row in rows] == [place for place in range(6) for _ in range(4)]
+    assert [row.episode for row in rows] == [place for place in range(6) for _ in range(4)]
     assert step.num_computed(trainer, rows) == 2 * (50 + 3 * (3 * 40 + 4 * 9))
     assert step.num_computed(trainer, apart(rows)) == 6 * (50 + 90 + 130 + 170 + 4 * 9)
 

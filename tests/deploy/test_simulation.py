@@ -9,6 +9,7 @@ import pytest
 from deploy.planning.rates import Rates
 from deploy.planning.servers import Failures, SimulatedGroup
 from deploy.planning.simulation import Setup, Simulation, simulate
+from protocol.errors import ConfigError
 from tests.deploy.planned_run import CONSTANT, SPREAD, setup
 
 BATCH_TOKENS = 8 * 8 * 100
@@ -49,6 +50,11 @@ def test_a_push_during_the_next_step_delays_the_step_after_it(weight_sync_s: flo
     rates = with_rates(decode_step_s=1e-4, decode_token_s=0.0, weight_sync_s=weight_sync_s)
     outcome = simulate(setup(rates, learner={"max_staleness": 4} | OVERLAP), steps=40)
     assert outcome.step_s == pytest.approx(max(weight_sync_s, 1e-4 * BATCH_TOKENS), rel=0.01)
+
+
+def test_a_simulation_in_which_no_server_lives_long_enough_for_a_group_ends() -> None:
+    with pytest.raises(ConfigError, match=r"--failures 0\.05 1: the servers fail before they complete a group"):
+        simulate(setup(CONSTANT, servers=2, failures=Failures(every_s=0.05, restart_s=1.0)), steps=2)
 
 
 @pytest.mark.parametrize(

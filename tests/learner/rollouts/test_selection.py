@@ -71,7 +71,7 @@ def test_a_batch_counts_its_groups_without_signal_also_without_dynamic_sampling(
         ({"credit": "turn"}, [[0.75, 0.25], [0.25, 0.75]], "environment_reward", False),
         ({"function": "mine.py:f"}, [[0.75, 0.25], [0.25, 0.75]], None, True),
         ({"function": "mine.py:f"}, [[0.75, 0.25], [0.75, 0.25]], None, False),
-        ({"function": "mine.py:f"}, [[None, None], [None]], None, True),  # it may discount the longer episode
+        ({"function": "mine.py:f"}, [[None, None], [None]], None, False),  # as for functions of whole episodes
         ({"function": "mine.py:f"}, [[1.0, 0.0], [1.0]], None, False),
         ({"function": "mine.py:f"}, [[0.75, 0.25], [0.25, 0.75]], "environment_reward", False),
     ],

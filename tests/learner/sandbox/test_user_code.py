@@ -46,6 +46,17 @@ def test_user_code_whose_neighbor_has_the_name_of_another_module_is_rejected(
             load_named("b/mine.py:say")
 
 
+def test_a_neighbor_of_the_same_name_that_is_not_imported_or_is_the_same_file_is_fine(directory: Path) -> None:
+    (directory / "b").mkdir()
+    (directory / "c").mkdir()
+    (directory / "b" / "beside_it.py").write_text("SAYS = 'goodbye'")
+    (directory / "b" / "alone.py").write_text("def say(): return 'alone'")
+    (directory / "c" / "mine.py").write_text(FILES["mine.py"])
+    (directory / "c" / "beside_it.py").symlink_to(directory / "beside_it.py")
+    said = [load_named(f"{name}:say")() for name in ("mine.py", "b/alone.py", "c/mine.py")]
+    assert said == ["hello", "alone", "hello"]
+
+
 @pytest.mark.parametrize(
     ("spec", "problem"),
     [
