@@ -6,11 +6,14 @@ on_four_ranks   the same on two nodes of two ranks
 """
 
 import atexit
+import faulthandler
 import os
 import pickle
 import random
+import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from functools import cache
@@ -36,7 +39,8 @@ ACCELERATE = ["accelerate.commands.accelerate_cli", "launch", "--num_processes",
               "--no_python", sys.executable]  # fmt: skip
 """Like `accelerate launch --no_python slipstream`, which need not be installed here."""
 TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-TIMEOUT_S = 300.0
+TIMEOUT_S = 200.0
+"""Timeout of a function on ranks, below that of a test, so that the ranks show where they hang."""
 Work = Callable[..., Any]
 
 
@@ -141,13 +145,19 @@ class Ranks:
             # After an error of one rank, others may wait for it in a collective.
             ready = wait(waiting, 5 if problems else TIMEOUT_S)
             if not ready:
-                problems.append(f"{work} did not end on {len(waiting)} ranks")
+                problems.append(f"{work} did not end on {len(waiting)} ranks; their stacks are in the captured stderr")
+                self._show_stacks()
                 break
             for pipe in ready:
                 answers[pipe], problem = pickle.loads(pipe.recv_bytes())
                 problems += [f"rank {self._pipes.index(pipe)}: {problem}"] if problem else []
         assert not problems, "\n".join(problems)
         return [answers[pipe] for pipe in self._pipes]
+
+    def _show_stacks(self) -> None:
+        for process in self._processes:
+            os.kill(process.pid, signal.SIGUSR1)
+            time.sleep(0.5)  # one after the other
 
     def end(self) -> None:
         for process in self._processes:
@@ -165,6 +175,7 @@ def _ranks(num_ranks: int, num_nodes: int) -> Ranks:
 
 def _serve(place: Place, pipe: Any) -> None:
     place.enter()
+    faulthandler.register(signal.SIGUSR1)
     while True:
         try:
             work, args = pickle.loads(pipe.recv_bytes())
