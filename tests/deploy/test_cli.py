@@ -100,7 +100,12 @@ def test_a_mistake_is_one_line_and_exit_code_2() -> None:
         ("xyz",): r"unknown command 'xyz'; expected one of .*; see `slipstream --help`",
         ("serve",): r"expected: slipstream serve run\.toml",
         ("doctor", "--server"): r"expected: slipstream doctor --server run\.toml",
-        ("plan", RECIPE, "--gpus", "many"): r"argument --gpus: many is not an integer of 1 or more; see slipstream plan --help",
+        (
+            "plan",
+            RECIPE,
+            "--gpus",
+            "many",
+        ): r"argument --gpus: many is not an integer of 1 or more; see slipstream plan --help",
         ("colocate", RECIPE, "--resum"): r"unknown flag --resum; did you mean --resume\?",
         ("keys",): r"required: DIR; see slipstream keys --help",
         ("--quiet", "report", "nowhere"): r"nowhere is not a run directory",
