@@ -1,7 +1,7 @@
 """Startup checks before a model is loaded, the cheapest first. They may download the model.
 
-    keys ─▶ API key ─▶ endpoint ─▶ HTTP port ─▶ vLLM's names ─▶ model files ─▶ block size, quantization ─▶ GPUs or memory
-         ─▶ StartupResources
+    keys ─▶ API key ─▶ endpoint ─▶ HTTP port ─▶ vLLM's names ─▶ model files ─▶ block size, quantization
+         ─▶ GPUs or memory ─▶ StartupResources
 
 Invariant: vLLM is not imported, and every error is a ConfigError with its remedy.
 """

@@ -64,7 +64,7 @@ class ProbeHandler:
 
 
 def _start_trial(trial: Trial) -> Future[TrialResult]:
-    """Run the trial in a daemon thread, since the server would wait for one of the event loop's pool before it exits."""
+    """Run the trial in a daemon thread, because a thread of the event loop's pool would delay the server's exit."""
     result: Future[TrialResult] = Future()
     result.set_running_or_notify_cancel()
     threading.Thread(target=lambda: result.set_result(_run_trial(trial)), name="trial", daemon=True).start()

@@ -170,8 +170,8 @@ def _check_experts(run: ServerRun, args: AsyncEngineArgs) -> None:
         )
     if current_platform.is_cpu() and run.server.tensor_parallel_size > 1:
         raise ConfigError(
-            f"{key} = true with server.tensor_parallel_size = {run.server.tensor_parallel_size} is not tested on a CPU; "
-            "set server.tensor_parallel_size = 1"
+            f"{key} = true with server.tensor_parallel_size = {run.server.tensor_parallel_size} is not tested on a "
+            "CPU; set server.tensor_parallel_size = 1"
         )
 
 

@@ -261,8 +261,8 @@ PRIVATE: tuple[Private, ...] = (
         {
             "vllm.model_executor.layers.linear": {
                 "LinearBase": "", "LinearMethodBase": "", "LinearMethodBase.apply": "layer, x, bias /",
-                "LinearMethodBase.create_weights": "layer, input_size_per_partition, output_partition_sizes, input_size, "
-                "output_size, params_dtype /",
+                "LinearMethodBase.create_weights": "layer, input_size_per_partition, output_partition_sizes, "
+                "input_size, output_size, params_dtype /",
             },
             "vllm.model_executor.layers.quantization.base_config": {
                 "QuantizationConfig": "", "QuantizationConfig.from_config": "config /",

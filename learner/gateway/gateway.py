@@ -212,8 +212,8 @@ async def refusals(request: web.Request, handler: Handler) -> web.StreamResponse
     except web.HTTPNotFound:
         served = ", ".join(dialect.path for dialect in DIALECTS)
         refused = RefusedRequest(
-            f"{request.path} is not served, but {served} are; end the base_url in /v1 for clients of OpenAI, and before "
-            "/v1 for those of Anthropic",
+            f"{request.path} is not served, but {served} are; end the base_url in /v1 for clients of OpenAI, and "
+            "before /v1 for those of Anthropic",
             code="not_found",
             status=404,
         )

@@ -85,8 +85,8 @@ class Encoder(msgspec.Struct, frozen=True, eq=False):
         for content in [message["content"] for message in prompt] if is_conversation and goes_on else []:
             if not isinstance(content_text(content or ""), str):
                 raise DataError(
-                    f"row {number} of {self.source_name} has the content {str(content)[:80]!r}, which is not only text; "
-                    "the policy sees only text. Remove the row, or its images and other parts"
+                    f"row {number} of {self.source_name} has the content {str(content)[:80]!r}, which is not only "
+                    "text; the policy sees only text. Remove the row, or its images and other parts"
                 )
         return with_system_prompt(prompt, self.config)
 

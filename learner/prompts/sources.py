@@ -153,8 +153,8 @@ def _parsed(line: str, where: str, prompt_column: str) -> Row:
         raise DataError(f"{where} is a JSON {type(row).__name__}; expected one object per line, as in {{'prompt': …}}")
     if "\\ud" in line.lower() and (half := LONE_SURROGATE.search(json.dumps(row, ensure_ascii=False))):
         raise DataError(
-            f"{where} has half of a surrogate pair, \\u{ord(half[0]):04x}, which is no character; expected texts that UTF-8 "
-            "can encode. Complete the pair, or remove the row"
+            f"{where} has half of a surrogate pair, \\u{ord(half[0]):04x}, which is no character; expected texts that "
+            "UTF-8 can encode. Complete the pair, or remove the row"
         )
     _check_column(row, prompt_column, where)
     return row

@@ -185,6 +185,6 @@ def check_routed_experts(group: Group, num_prompt: int, shape: RoutingShape) -> 
             raise ProtocolError(f"group {group.group_id} has {what} for some tokens; expected {shape}")
     if found[0] is None or len(found[0]) != num_prompt:
         raise ProtocolError(
-            f"group {group.group_id} has the routed experts of {0 if found[0] is None else len(found[0])} prompt tokens; "
-            f"expected {num_prompt}"
+            f"group {group.group_id} has the routed experts of {0 if found[0] is None else len(found[0])} prompt "
+            f"tokens; expected {num_prompt}"
         )

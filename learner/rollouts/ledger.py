@@ -191,9 +191,9 @@ class Ledger:
         """
         if (newest := self._number("SELECT coalesce(max(step), 0) FROM groups")) < step:
             raise LedgerError(
-                f"{self.path} ends at step {newest}, but the checkpoint is of step {step}: the ledger is missing or of an "
-                f"earlier copy. Restore {self.path.name} with its -wal and -payloads, or start a new run whose model is "
-                "the model/ of the checkpoint"
+                f"{self.path} ends at step {newest}, but the checkpoint is of step {step}: the ledger is missing or of "
+                f"an earlier copy. Restore {self.path.name} with its -wal and -payloads, or start a new run whose "
+                "model is the model/ of the checkpoint"
             )
         kept = self._payloads.numbers()
         with self._transaction():
