@@ -266,7 +266,7 @@ class SyncSessions:
             )
             if advertise not in (None, host.advertised):
                 log.info(
-                    "workers of servers at a loopback endpoint connect to %s, not to learner.weight_sync.advertise (%s)",
+                    "workers of servers at a loopback endpoint connect to %s, not learner.weight_sync.advertise (%s)",
                     host.advertised, advertise,
                 )  # fmt: skip
         return self._rendezvous_hosts[own_host]
