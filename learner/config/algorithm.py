@@ -163,8 +163,8 @@ class KlConfig(Section):
             require(
                 self.estimator in (None, "k1"),
                 f'estimator = "{self.estimator}" with place = "{self.place}" moves the policy away from the reference '
-                "where the two are close (see docs/kl-and-reference.md#estimators); set estimator to "
-                '"k1", or place to "loss"',
+                "where the two are close (see docs/kl-and-reference.md#estimators); set "
+                'estimator = "k1", or place = "loss"',
             )
         if self.is_on and self.place == "loss":
             require(
