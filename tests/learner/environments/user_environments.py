@@ -136,7 +136,7 @@ class Fickle:
         return ">"
 
     def get_reward(self) -> float:
-        return float(os.getpid() % 2)
+        return float(os.urandom(1)[0] % 2)  # not of the pid: those of forks may all be even
 
 
 def _count(what: str) -> int:
@@ -224,7 +224,7 @@ class Verbose(Unrated):
         return "=" * 12
 
     def get_reward(self) -> float:
-        return float(os.getpid() % 2)
+        return float(os.urandom(1)[0] % 2)  # not of the pid: those of forks may all be even
 
 
 class Calculator:
@@ -316,4 +316,4 @@ class Listener:
         return f"{len(text)} heard"
 
     def get_reward(self) -> float:
-        return float(os.getpid() % 2)
+        return float(os.urandom(1)[0] % 2)  # not of the pid: those of forks may all be even
