@@ -300,5 +300,6 @@ def test_completions_rated_one_by_one_keep_their_metrics():
 
 def test_the_number_of_timeouts_is_a_metric():
     logged = {}
-    passes_tests(["while True: pass", RIGHT], [TESTS] * 2, 4.0, CONFIG, log_metric=logged.__setitem__)
+    sleeps = "import time\ntime.sleep(600)"
+    passes_tests([sleeps, RIGHT], [TESTS] * 2, 16.0, CONFIG, log_metric=logged.__setitem__)
     assert logged == {"programs_out_of_time": 0.5}
