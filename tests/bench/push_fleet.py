@@ -9,7 +9,7 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,9 @@ import torch
 from learner.config import LearnerRun, WeightSyncConfig
 from learner.servers.fleet import Fleet
 from learner.servers.loop_thread import LoopThread
-from learner.servers.weight_sync import WeightSync
+from learner.servers.membership import Member
+from learner.servers.weight_sync import Round, WeightSync
+from learner.servers.weight_transfer import SyncReport
 from protocol.messages import PROTOCOL_VERSION, Hello
 from tests.fingerprint import MODEL
 from tests.ports import free_port
@@ -30,11 +32,21 @@ TENSOR_MIB = 4
 CONNECT_TIMEOUT_S = 60.0
 
 
+class ReportingSync(WeightSync):
+    """Weight sync that keeps the reports of its last sync, by server."""
+
+    reports: Mapping[Member, SyncReport] = {}
+
+    def _summary(self, version: int, outcome: Round) -> SyncReport:
+        self.reports = outcome.reports
+        return super()._summary(version, outcome)
+
+
 def measure(num_servers: int, size_mib: int, num_pushes: int) -> dict[str, Any]:
     """Return medians over pushes of `size_mib`, without the first push, which forms the collectives."""
     tensors = [(f"layer.{i}", torch.rand(TENSOR_MIB << 18)) for i in range(max(1, size_mib // TENSOR_MIB))]
     with processes(num_servers) as endpoints, fleet_on(endpoints) as fleet:
-        pusher = WeightSync(fleet, ScriptedWeights(lambda version: tensors), WeightSyncConfig(bucket_mib=64))
+        pusher = ReportingSync(fleet, ScriptedWeights(lambda version: tensors), WeightSyncConfig(bucket_mib=64))
         seconds: list[float] = []
         stalls: dict[str, list[float]] = {endpoint: [] for endpoint in endpoints}
         for version in range(1 + num_pushes):
