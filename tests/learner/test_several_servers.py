@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +17,7 @@ from learner.train import train
 from protocol.config import DEFAULT_ENDPOINT
 from protocol.errors import ParityError
 from protocol.messages import Completion, Sampling
-from tests.fakes import report
+from tests.fakes import ServerThread, report
 from tests.learner.model_engine import TINY_LIMITS, VersionedEngine, tiny_server, tiny_servers
 from tests.learner.runs import assert_each_prompt_once, make_run, metrics_of
 from tests.ports import free_endpoint
@@ -55,6 +56,19 @@ def warnings_about_servers(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING and ".servers." in one.name]
 
 
+def begin_together(servers: Sequence[ServerThread], engines: Sequence[VersionedEngine]) -> None:
+    """Hold completions until all these servers have weights: a run begins with the first one that answers."""
+    for engine in engines:
+        engine.release.clear()
+
+    def release() -> None:
+        until(lambda: all(engine.versions for engine in engines))
+        for server, engine in zip(servers, engines, strict=True):
+            server._loop.call_soon_threadsafe(engine.release.set)
+
+    threading.Thread(target=release).start()
+
+
 def test_a_run_uses_every_fitting_server_and_checks_each_with_the_bound_of_its_dtype(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -65,6 +79,7 @@ def test_a_run_uses_every_fitting_server_and_checks_each_with_the_bound_of_its_d
         endpoints = [server.endpoint for server in servers]
         overlap = {"overlap_with_training": True}
         run = make_run(tmp_path, *endpoints, steps=8, loss=ALL_COUNT, weight_sync=overlap)
+        begin_together(servers[:2], engines[:2])
         train(run, resume=False)
     assert_each_prompt_once(run, 8)
     exact, coarse, wrong, unknown = engines
@@ -120,6 +135,7 @@ def test_servers_that_die_start_late_or_fail_in_a_sync_cost_only_speed(
         survivor.on_version = {4: hold_up}
         endpoints = [one.endpoint, two.endpoint, three.endpoint, endpoint_of_late]
         run = make_run(tmp_path, *endpoints, steps=16)
+        begin_together((one, two, three), (survivor, mortal, clumsy))
         train(run, resume=False)
         assert is_complete.wait(TIMEOUT_S)
     assert_each_prompt_once(run, 16)
@@ -164,6 +180,7 @@ def test_servers_that_leave_or_join_the_list_or_shut_down_cause_no_warning(
         stays.on_version[2] = change_the_list
         ends.on_version[2] = lambda: drained.append(four.drain())
         run = msgspec.structs.replace(run, endpoints_from=f"file:{listed}")
+        begin_together((one, two, four), (leaves, stays, ends))
         train(run, resume=False)
         drained[0].result(TIMEOUT_S)
         status = one.running.server.status()
