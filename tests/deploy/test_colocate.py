@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,15 @@ def test_a_flag_that_disables_the_http_of_evaluations_is_refused() -> None:
     flags = ("--learner.evaluation.every-steps", "2", "--server.http-port", "0")
     with pytest.raises(ConfigError, match=r"with server.http_port = 0: an evaluation sends its requests"):
         read_arguments([str(ROOT / RECIPE), *flags], "colocate", "")
+
+
+def test_a_flag_of_the_server_enables_the_http_that_the_files_evaluations_need(tmp_path: Path) -> None:
+    file = tomllib.loads((ROOT / RECIPE).read_text())
+    file["learner"]["evaluation"] = file["learner"].get("evaluation", {}) | {"every_steps": 1}
+    file["server"] = file.get("server", {}) | {"http_port": 0}
+    (tmp_path / "run.toml").write_text(tomli_w.dumps(file))
+    launch = read_arguments([str(tmp_path / "run.toml"), "--server.http-port", "8001"], "colocate", "")
+    assert launch is not None and launch.learner_run.evaluation_url == "http://127.0.0.1:8001/v1"
 
 
 def test_several_ranks_know_each_other_and_only_a_learner_that_was_started_is_resumed(

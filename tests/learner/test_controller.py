@@ -60,6 +60,16 @@ def test_a_server_that_does_not_score_is_synced_again_or_ends_the_run_if_it_is_t
             controller._sync([busy], 1)
 
 
+def test_an_interrupt_ends_the_wait_for_a_lost_server_of_the_policy_or_the_reference(tmp_path: Path) -> None:
+    fleets = [SimpleNamespace(), SimpleNamespace()]
+    reference = SimpleNamespace(scores=SimpleNamespace(server=SimpleNamespace(fleet=fleets[1])))
+    interrupt: Any = SimpleNamespace(requested=False)
+    Controller(**parts_of(tmp_path, fleet=fleets[0], reference=reference)).attach_interrupt(interrupt)
+    assert [fleet.is_interrupted() for fleet in fleets] == [False, False]
+    interrupt.requested = True
+    assert [fleet.is_interrupted() for fleet in fleets] == [True, True]
+
+
 def test_the_only_server_joins_again_with_all_checks_if_it_restarted_during_a_step(tmp_path: Path) -> None:
     excluded: list[Exception] = []
 

@@ -14,7 +14,7 @@ import pytest
 
 from learner.config import RewardConfig
 from learner.rewards import function
-from learner.rewards.builtin.program import Check, checks_of, code_of, passes_tests, run
+from learner.rewards.builtin.program import Check, _is_same_output, checks_of, code_of, passes_tests, run
 from learner.rewards.call import RewardAnswer, RewardCall
 from learner.rewards.call_queues import Job, SerialCalls
 from learner.rewards.function import load_all
@@ -80,6 +80,10 @@ def test_tests_can_be_python_statements_or_inputs_with_outputs_also_as_text():
     by_file = "out = open(1, 'w')\nout.write(str(sum(map(int, input().split()))))"
     assert paid(threaded, pairs) == paid(by_file, pairs) == 1.0
     assert [paid(RIGHT, nothing) for nothing in (None, "", [], {})] == [None] * 4
+
+
+def test_a_long_output_without_a_number_is_compared_in_linear_time():
+    assert not _is_same_output("1" * 100_000 + "x", "0.5")
 
 
 @pytest.mark.parametrize(
