@@ -135,11 +135,9 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             run_log = RunLog(run_dir, config.report, config.steps, dashboard)
             cleanup.callback(run_log.close)
             weight_sync = WeightSync(
-                fleet,
-                published,
-                config.weight_sync,
+                fleet, published, config.weight_sync,
                 lambda member: check_fits(run_inputs, member, is_quantized=fleet.is_quantized),
-            )
+            )  # fmt: skip
             cleanup.callback(weight_sync.close)
             cleanup.callback(evaluations.close)
             evaluations.start(workers)

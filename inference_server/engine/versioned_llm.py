@@ -157,8 +157,8 @@ def start_llm(run: ServerRun, model_path: Path, nodes: ServerNodes | None = None
         if server.quantization is not None and args.create_model_config().is_moe:
             raise ConfigError(
                 f'server.quantization = "{server.quantization}" is not supported with model = {run.model!r}: vLLM '
-                "builds the kernels of quantized experts again at each weight sync, while CUDA graphs keep the constants "
-                'of the first ones; unset it, and set server.kv_cache_dtype = "fp8" to save memory'
+                "builds the kernels of quantized experts again at each weight sync, while CUDA graphs keep the "
+                'constants of the first ones; unset it, and set server.kv_cache_dtype = "fp8" to save memory'
             )
         if num_replicas > 1 and args.create_model_config().is_moe:
             raise ConfigError(

@@ -223,8 +223,8 @@ def _check_corrections(config: "LearnerConfig") -> None:
         refuse(
             is_set and loss.is_of_completion,
             f'{key} with loss.objective = "{loss.objective}": its ratio covers the whole completion, so excluded '
-            'tokens would still change it; exclude completions (granularity = "sequence" or "geometric", sequence_mask) '
-            "or choose another objective",
+            'tokens would still change it; exclude completions (granularity = "sequence" or "geometric", '
+            "sequence_mask) or choose another objective",
         )
 
 

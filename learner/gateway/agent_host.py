@@ -111,7 +111,7 @@ def play_without_loop(run: Callable[..., Any], request: dict[str, Any]) -> Any:
             return reward
         if not (inspect.iscoroutine(reward) and is_asynchronous(inspect.unwrap(run))):
             return in_loop(reward)
-    reward.close()  # a decorator hid an asynchronous agent, which has not begun and needs the other client
+    reward.close()  # a decorator wraps an asynchronous agent, which has not started and needs the other client
     return in_loop(play(run, request))
 
 

@@ -211,7 +211,8 @@ def test_missing_keys_on_one_side_are_reported(tmp_path: Path) -> None:
 
 def test_a_trial_that_fails_at_the_server_is_reported_in_one_line(tmp_path: Path) -> None:
     result = TrialResult(trial_id="t", error="cannot reach the learner's\nrendezvous\x1b[31m")
-    found = asyncio.run(doctor.check_bandwidth(run_at(NOBODY, tmp_path), FixedReplies(result)))  # type: ignore[arg-type]
+    channel: Any = FixedReplies(result)
+    found = asyncio.run(doctor.check_bandwidth(run_at(NOBODY, tmp_path), channel))
     assert found.text == "weights cannot be sent: cannot reach the learner's rendezvous [31m"
     assert found.remedy.endswith("(learner.weight_sync.ports, learner.weight_sync.advertise) in the firewalls")
 
