@@ -9,8 +9,7 @@ import json
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from protocol.errors import ConfigError
-from protocol.model_files import weight_files
+from protocol.model_files import read_header, weight_files
 
 NUM_WINDOWS = 3
 WINDOW_BYTES = 256
@@ -34,29 +33,12 @@ def digest_model(path: Path) -> str:
     samples: dict[str, bytes] = {}
     loaded = set(weight_files(path))  # the last, so that no file of an earlier save hides their tensors
     for file_path in sorted(path.glob("*.safetensors"), key=lambda file: (file in loaded, file)):
+        start, tensors = read_header(file_path)
         with file_path.open("rb", buffering=0) as file:
-            samples |= _samples(file, file_path)
+            samples |= {name: _sample(file, start, tensor) for name, tensor in tensors.items()}
     for name in sorted(samples):
         digest.update(name.encode() + samples[name])
     return digest.hexdigest()[:16]
-
-
-def _samples(file: BinaryIO, path: Path) -> dict[str, bytes]:
-    """Return a sample of each tensor in a safetensors file.
-
-    The file consists of 8 bytes of length, a JSON header, and the data.
-
-    Raises:
-        ConfigError: The header is longer than the file.
-    """
-    start = 8 + int.from_bytes(file.read(8), "little")
-    if start > path.stat().st_size:
-        raise ConfigError(
-            f"model: {path} is not a safetensors file (a git-lfs pointer?). Run `git lfs pull` in its directory"
-        )
-    header: dict[str, Any] = json.loads(file.read(start - 8))
-    header.pop("__metadata__", None)
-    return {name: _sample(file, start, tensor) for name, tensor in header.items()}
 
 
 def _sample(file: BinaryIO, start: int, tensor: dict[str, Any]) -> bytes:

@@ -86,8 +86,9 @@ def local_model(name: str) -> Path | None:
         path = Path(snapshot_download(name, allow_patterns=_DOWNLOADED, local_files_only=True))
     except (OSError, ValueError):  # not in the hub's cache, or not a hub name
         return None
-    # The hub's cache may hold only a part of the model, such as a tokenizer that another program requested.
-    return _trainable(path, name) if any(path.glob("*.safetensors")) else None
+    # The hub's cache may hold only a part of the model: a tokenizer that another program requested, or some shards.
+    files = weight_files(path)
+    return _trainable(path, name) if files and all(file.is_file() for file in files) else None
 
 
 def _as_directory(name: str) -> Path | None:
@@ -114,7 +115,7 @@ def _trainable(path: Path, name: str) -> Path:
     """Return the path of a model whose weights can be read and trained.
 
     Raises:
-        ConfigError: The weights are not in safetensors files, or are quantized.
+        ConfigError: The weights are not in safetensors files, are incomplete or are quantized.
     """
     # Older weight files are pickles, which may run code when they are read.
     if not any(path.glob("*.safetensors")):
@@ -127,6 +128,8 @@ def _trainable(path: Path, name: str) -> Path:
             f"model = {name!r} is quantized ({method}), but only bfloat16, float16 and float32 weights can be trained; "
             "set model to the original checkpoint, and server.quantization if the server should quantize"
         )
+    for file in weight_files(path):
+        read_header(file)
     return path
 
 
@@ -139,7 +142,9 @@ def fingerprint(path: Path) -> ModelFingerprint:
         ConfigError: The config or the tokenizer is missing or invalid.
     """
     config = _read_config(path)
-    text_config = config.get("text_config") or config
+    text_config = config.get("text_config")
+    if not isinstance(text_config, dict) or not text_config:
+        text_config = config
     architectures = config.get("architectures") or [config.get("model_type", "unknown")]
     vocab_size = config.get("vocab_size", text_config.get("vocab_size"))
     layers = text_config.get("num_hidden_layers", text_config.get("n_layer", "unknown"))
@@ -166,11 +171,17 @@ def end_token_ids(path: Path) -> set[int]:
     """Return the ids of the tokens that end a turn.
 
     The generation config takes precedence: for chat models, it has more of them than the tokenizer names.
+
+    Raises:
+        ConfigError: A file cannot be read, or its ids are no numbers.
     """
     for name in ("generation_config.json", "config.json"):
         eos = _read_json(path / name).get("eos_token_id") if (path / name).is_file() else None
         if eos is not None:
-            return {token for token in (eos if isinstance(eos, list) else [eos]) if token >= 0}
+            tokens = eos if isinstance(eos, list) else [eos]
+            if not all(isinstance(token, int) for token in tokens):
+                raise ConfigError(f"{path / name} has eos_token_id {eos!r}; expected an int or a list of ints")
+            return {token for token in tokens if token >= 0}
     return set()
 
 
@@ -183,10 +194,18 @@ def weight_files(path: Path) -> list[Path]:
     """Return the weight files to load.
 
     A repository may hold the same weights again, as in consolidated.safetensors.
+
+    Raises:
+        ConfigError: Their index cannot be read.
     """
     index, whole = path / "model.safetensors.index.json", path / "model.safetensors"
     if index.is_file():
-        return sorted({path / name for name in _read_json(index).get("weight_map", {}).values()})
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise ConfigError(
+                f"{index} has no weight_map of tensor names to file names; download it or save the model again"
+            )
+        return sorted({path / name for name in weight_map.values()})
     return [whole] if whole.is_file() else sorted(path.glob("*.safetensors"))
 
 
@@ -201,24 +220,38 @@ def weight_bytes(path: Path, dtype: str, *, quantized: bool = False) -> int:
     return sum(_bytes_in(file, _WIDTHS[dtype], quantized) for file in weight_files(path))
 
 
-def _bytes_in(file: Path, width: int, quantized: bool) -> int:
+def read_header(file: Path) -> tuple[int, dict[str, Any]]:
+    """Return where the data of a safetensors file starts, and the dtype, shape and offsets of each tensor.
+
+    Raises:
+        ConfigError: The file is missing, incomplete or of another format.
+    """
     try:
         with file.open("rb") as opened:
             if (num_bytes := int.from_bytes(opened.read(8), "little")) > MAX_HEADER_BYTES:
-                raise ValueError(f"its header has {num_bytes} bytes")
+                raise ValueError(f"its header has {num_bytes} bytes; is it a git-lfs pointer?")
             header = json.loads(opened.read(num_bytes))
         header.pop("__metadata__", None)
-        return sum(
-            math.prod(one["shape"]) * (1 if quantized and _is_linear(name, one["shape"]) else width)
-            if "F" in one["dtype"]
-            else one["data_offsets"][1] - one["data_offsets"][0]
-            for name, one in header.items()
-        )
+        start = 8 + num_bytes
+        expected = start + max((one["data_offsets"][1] for one in header.values()), default=0)
+        if (found := file.stat().st_size) != expected:
+            raise ValueError(f"it has {found} bytes, but {expected} by its header")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{file} of `model` cannot be read as safetensors ({error}); make it readable for this user, or download "
-            "or save it again"
+            "it (`git lfs pull` in a clone) or save it again"
         ) from error
+    return start, header
+
+
+def _bytes_in(file: Path, width: int, quantized: bool) -> int:
+    _, header = read_header(file)
+    return sum(
+        math.prod(one["shape"]) * (1 if quantized and _is_linear(name, one["shape"]) else width)
+        if "F" in one["dtype"]
+        else one["data_offsets"][1] - one["data_offsets"][0]
+        for name, one in header.items()
+    )
 
 
 def _is_linear(name: str, shape: list[int]) -> bool:

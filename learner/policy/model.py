@@ -10,7 +10,7 @@ Invariant: whole on each rank, sharded by FSDP2 or loaded in bfloat16, the same 
 logprobs.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -62,7 +62,7 @@ def load_policy(
     (sharded_loading.py), but with all else.
 
     Raises:
-        ConfigError: The model cannot be trained, or not with these arguments.
+        ConfigError: The model cannot be trained, not with these arguments, or its files lack tensors.
     """
     transformers.utils.logging.disable_progress_bar()
     config = load_config(path)
@@ -110,19 +110,37 @@ def _load(
         tensors = dict(slices)
         if on_meta:
             tensors = {name: torch.empty(one.get_shape(), device="meta") for name, one in slices.items()}
-        model: PreTrainedModel = kind.from_pretrained(
+        model: PreTrainedModel
+        model, report = kind.from_pretrained(
             None,
             config=text if kind.config_class is type(text) else config,
             dtype=dtype,
             attn_implementation=attn_implementation,
             state_dict=tensors,
             device_map={"": "meta"} if on_meta else None,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
         )
+    _check_complete(report, path)
     if on_meta:
         # transformers cannot compare tensors on the meta device, and leaves two untied. CheckpointReader compares them.
         model.tie_weights(recompute_mapping=False)
         _make_buffers(model)
     return model
+
+
+def _check_complete(report: Mapping[str, Any], path: Path) -> None:
+    """Refuse a checkpoint without all tensors, which transformers would initialize at random."""
+    for name, found, expected in sorted(report["mismatched_keys"]):
+        raise ConfigError(
+            f"model: {name} has the shape {tuple(found)} in the files of {path}, but {tuple(expected)} by config.json; "
+            "use the config.json that was saved with the weights"
+        )
+    if missing := sorted(report["missing_keys"]):
+        raise ConfigError(
+            f"model: the files of {path} lack {len(missing)} of the model's tensors, such as {missing[0]}; download or "
+            "save all of them. A model that was saved without its language model head cannot be trained"
+        )
 
 
 def _make_buffers(model: PreTrainedModel) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from protocol.builtin_models.tiny_digits import CHARACTERS
 from protocol.errors import ConfigError
-from protocol.model_files import fingerprint, local_model, resolve_model, weight_bytes, weight_files
+from protocol.model_files import end_token_ids, fingerprint, local_model, resolve_model, weight_bytes, weight_files
 
 ROOT = Path(__file__).parents[2]
 
@@ -152,11 +152,50 @@ def test_the_bytes_of_weights_are_in_the_compute_dtype(tiny, tmp_path):
     (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     assert weight_bytes(sharded, "bfloat16") == 2 * num_parameters
     assert [file.name for file in weight_files(sharded)] == sorted(shards)
+    assert resolve_model(str(sharded)) == sharded
     save_file({"steps": torch.zeros(3, dtype=torch.int64), "weight": torch.zeros(5)}, tmp_path / "model.safetensors")
     assert weight_bytes(tmp_path, "bfloat16") == 3 * 8 + 5 * 2
     (sharded / "model-00001-of-00002.safetensors").write_bytes(b"half of it")
     with pytest.raises(ConfigError, match=r"model-00001-of-00002.safetensors of `model` cannot be read as safetensors"):
         weight_bytes(sharded, "float32")
+
+
+def cut_off(model):
+    os.truncate(model / "model.safetensors", 200_000)
+
+
+def lose_a_shard(model):
+    weight_map = {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def empty_the_index(model):
+    (model / "model.safetensors.index.json").write_text("{}")
+
+
+def leave_a_pointer(model):
+    (model / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:aa\nsize 1\n")
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (cut_off, r"model.safetensors of `model` .* \(it has 200000 bytes, but 4\d+ by its header\); .* download"),
+        (lose_a_shard, r"model-00002-of-00002.safetensors of `model` .* No such file"),
+        (empty_the_index, r"index.json has no weight_map"),
+        (leave_a_pointer, r"is it a git-lfs pointer\?\); .*`git lfs pull`"),
+    ],
+)
+def test_a_model_whose_weights_are_incomplete_is_an_error_with_the_file(copy, damage, expected):
+    damage(copy)
+    with pytest.raises(ConfigError, match=expected):
+        resolve_model(str(copy))
+
+
+def test_end_tokens_that_are_text_are_an_error(copy):
+    (copy / "generation_config.json").write_text('{"eos_token_id": ["</s>"]}')
+    with pytest.raises(ConfigError, match=r"generation_config.json has eos_token_id \['</s>'\]; expected an int"):
+        end_token_ids(copy)
 
 
 def test_the_matrices_of_a_quantized_model_have_a_byte_for_each_number(tmp_path):
@@ -171,7 +210,7 @@ def test_the_matrices_of_a_quantized_model_have_a_byte_for_each_number(tmp_path)
     assert weight_bytes(tmp_path, "bfloat16", quantized=True) == whole - 6 * 4
 
 
-def test_a_model_with_only_a_cached_tokenizer_is_not_local(tiny, tmp_path, monkeypatch):
+def test_a_model_of_which_only_a_part_is_cached_is_not_local(tiny, tmp_path, monkeypatch):
     snapshot = tmp_path / "models--one--of-them" / "snapshots" / "0123abcd"
     shutil.copytree(tiny, snapshot, ignore=shutil.ignore_patterns("*.safetensors"))
     (tmp_path / "models--one--of-them" / "refs").mkdir()
@@ -181,3 +220,5 @@ def test_a_model_with_only_a_cached_tokenizer_is_not_local(tiny, tmp_path, monke
     assert local_model("one/of-them") is None
     shutil.copy(tiny / "model.safetensors", snapshot)
     assert local_model("one/of-them") == snapshot
+    lose_a_shard(snapshot)
+    assert local_model("one/of-them") is None, "another program is downloading it"

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from accelerate import Accelerator
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from learner.forward.attention import NAME
@@ -113,6 +113,23 @@ def test_files_that_transformers_cannot_load_are_an_error_with_its_whole_reason(
     ) as error:
         load_tokenizer(tmp_path)
     assert "set model to" not in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_files_without_some_of_the_models_tensors_are_an_error(tmp_path: Path, on_meta: bool) -> None:
+    """transformers would initialize those at random."""
+    model = tiny_model(tiny_config("llama"))
+    model.save_pretrained(tmp_path)
+
+    def refused(tensors: dict[str, torch.Tensor], match: str) -> None:
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ConfigError, match=match):
+            load_policy(tmp_path, gradient_checkpointing=False, on_meta=on_meta)
+
+    tensors = load_file(tmp_path / "model.safetensors")
+    headless = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    refused(headless, r"lack 1 of the model's tensors, such as lm_head.weight; .* without its language model head")
+    refused(tensors | {"model.norm.weight": torch.ones(3)}, r"model.norm.weight has the shape \(3,\) in the files")
 
 
 def test_the_policy_has_the_weights_of_the_newest_save_and_of_no_pickle(tmp_path: Path) -> None:
