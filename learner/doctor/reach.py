@@ -99,8 +99,13 @@ async def _send_first(channel: LearnerChannel, message: Message, keys: LearnerKe
         with suppress(DeadlineExceeded):
             return await channel.send(message, HANDSHAKE_CHECK_S)
     if keys is not None and has_failed:
-        text = f"the peer at {channel.endpoint} closed every handshake: `server.pub` belongs to another server"
-        raise NotReached(problem("keys", text, "copy server.pub again from the server's key directory"))
+        # Either side notices different mechanisms first, and closes the connection.
+        raise NotReached(problem(
+            "keys",
+            f"the peer at {channel.endpoint} closed every handshake: `server.pub` belongs to another server, or that "
+            "server has no keys",
+            "copy server.pub again from the server's key directory, or set the same `keys` on both sides",
+        ))  # fmt: skip
     text = f"the peer at {channel.endpoint} does not respond like an inference server"
     raise NotReached(problem("port", text, "correct `endpoint`: use the server's port, not its HTTP port"))
 
