@@ -5,6 +5,7 @@
 Invariant: no existing file is overwritten.
 """
 
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -33,12 +34,13 @@ def write_starter(directory: Path) -> str:
             if source.is_file():
                 shutil.copyfile(source, directory / source.name)
         recipe = directory / "run.toml"
-        recipe.write_text(
-            recipe.read_text("utf-8")
-            .replace(f"runs/{PLACEHOLDER}", f"runs/{directory.name}")
-            .replace(PLACEHOLDER, str(directory)),
-            "utf-8",
+        # In one pass, as the name may contain the placeholder.
+        filled = re.sub(
+            f"(runs/)?{PLACEHOLDER}",
+            lambda found: f"runs/{directory.name}" if found[1] else str(directory),
+            recipe.read_text("utf-8"),
         )
+        recipe.write_text(filled, "utf-8")
     except FileExistsError:
         raise ConfigError(
             f"{directory} exists; choose a directory that does not exist, and `slipstream new` creates it"

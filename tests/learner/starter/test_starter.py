@@ -19,13 +19,17 @@ from tests.learner.in_process import run_here
 
 def test_the_recipe_is_valid_for_both_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    printed = write_starter(Path("tasks/mine"))
-    assert {path.name for path in Path("tasks/mine").iterdir()} == {
+    printed = write_starter(Path("tasks/MY_TASK_2"))
+    assert {path.name for path in Path("tasks/MY_TASK_2").iterdir()} == {
         "prompts.jsonl", "reward.py", "run.toml", "test_reward.py",
     }  # fmt: skip
-    learner = load_config(LearnerRun, ["tasks/mine/run.toml"], "learner train")
-    server = load_config(ServerRun, ["tasks/mine/run.toml"], "inference-server")
-    assert learner.model == server.model and learner.run_dir == "runs/mine" and "runs/mine/report.html" in printed
+    learner = load_config(LearnerRun, ["tasks/MY_TASK_2/run.toml"], "learner train")
+    server = load_config(ServerRun, ["tasks/MY_TASK_2/run.toml"], "inference-server")
+    assert (
+        learner.model == server.model
+        and learner.run_dir == "runs/MY_TASK_2"
+        and "runs/MY_TASK_2/report.html" in printed
+    )
     assert learner.idle_keys_note() is None
     assert len(open_source(learner.learner.data, 0)) == 3
     (spec,) = learner.learner.reward.functions
