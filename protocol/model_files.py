@@ -303,14 +303,19 @@ def _read_json(file: Path) -> dict[str, Any]:
     return read
 
 
-def _hash_tokenizer(path: Path) -> str:
-    digest = hashlib.sha256()
+def tokenizer_files(path: Path) -> list[Path]:
+    """Return the files that map token ids to text. Raises ConfigError if there are none."""
     files = sorted(file for file in path.iterdir() if file.name in _TOKENIZER_FILES or file.suffix == ".tiktoken")
     if not files:
         raise ConfigError(
             f"{path} has no tokenizer; expected tokenizer.json next to config.json; save the tokenizer there"
         )
-    for file in files:
+    return files
+
+
+def _hash_tokenizer(path: Path) -> str:
+    digest = hashlib.sha256()
+    for file in tokenizer_files(path):
         content = file.read_bytes()
         digest.update(f"{file.name}:{len(content)}:".encode())
         digest.update(content)

@@ -33,6 +33,7 @@ from learner.policy.rope import check_rope, pin_rope
 from learner.policy.sharded_loading import opened
 from learner.policy.sharding import is_sharded
 from protocol.errors import ConfigError
+from protocol.model_files import tokenizer_files
 
 MARK = "dtype_of_passes"
 INITIALIZED = "_is_hf_initialized"
@@ -207,9 +208,14 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model.
 
     Raises:
-        ConfigError: transformers does not have it, or its files are incomplete.
+        ConfigError: The model has none, transformers does not have it, or its files are incomplete.
     """
-    return _load_natively(AutoTokenizer, path)
+    try:
+        tokenizer: PreTrainedTokenizerBase = _load_natively(AutoTokenizer, path)
+    except KeyError as error:
+        raise ConfigError(f"model: the tokenizer in {path} has no {error}. Save it again") from error
+    tokenizer_files(path)  # without any, transformers has made a tokenizer without tokens
+    return tokenizer
 
 
 def _load_natively(kind: Any, path: Path) -> Any:

@@ -20,6 +20,9 @@ from learner.config import CurriculumConfig
 from learner.prompts.prompts import Prompts
 from protocol.errors import DataError, RewardError
 
+ROUNDING = 1e-6
+"""How far the mean of rewards that are sums of weights may be from 0 to 1."""
+
 
 class PassRates(msgspec.Struct, frozen=True, kw_only=True):
     """State of a curriculum in a checkpoint."""
@@ -93,13 +96,13 @@ class Curriculum:
         if not rewards:
             return
         pass_rate = math.fsum(rewards) / len(rewards)
-        if not 0 <= pass_rate <= 1:
+        if not -ROUNDING <= pass_rate <= 1 + ROUNDING:
             raise RewardError(
                 f"reward function {self._reward} has a mean of {pass_rate:g} over the group of slot {slot}, but the "
                 "curriculum needs pass rates from 0 to 1; set learner.curriculum.reward to a function with such "
                 "rewards (with weight 0, it does not affect training)"
             )
-        self._noted[slot] = (prompt_id, pass_rate)
+        self._noted[slot] = (prompt_id, min(max(pass_rate, 0.0), 1.0))
 
     def count(self, next_slot_to_take: int) -> None:
         """Add the groups of all slots below `next_slot_to_take` to the pass rates."""

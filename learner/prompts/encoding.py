@@ -73,7 +73,8 @@ class Encoder(msgspec.Struct, frozen=True, eq=False):
     def _prompt(self, row: Row, number: int) -> Any:
         prompt = row[self.config.prompt_column]
         is_conversation = isinstance(prompt, list) and all(
-            isinstance(message, dict) and {"role", "content"} <= message.keys() for message in prompt
+            isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
+            for message in prompt
         )
         if not prompt or not (isinstance(prompt, str) or is_conversation):
             raise DataError(

@@ -43,8 +43,11 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.rows)
 
     def row(self, number: int) -> Row:
+        """Return a row. Raises DataError for an invalid line."""
         row = self.rows[number]
-        return json.loads(row["line"]) if self.is_file else dict(row)
+        if self.is_file:
+            return _parsed(row["line"], f"{self.name}:{row['number']}", self.prompt_column)
+        return dict(row)
 
     def rows_of(self, batch: dict[str, list[Any]]) -> list[Row]:
         """Return the rows of a batch. Raises DataError for an invalid line."""
@@ -138,7 +141,8 @@ def _unreadable(path: Path, error: BaseException) -> DataError:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8", newline="\n") as file:  # no other line end: a text may contain U+2028
+    # "sig": without the mark that Windows puts first. No other line end: a text may contain U+2028.
+    with path.open(encoding="utf-8-sig", newline="\n") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
                 yield {"line": line, "number": number}
@@ -147,7 +151,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 def _parsed(line: str, where: str, prompt_column: str) -> Row:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is not valid JSON: {error}; expected one JSON object per line") from error
     if not isinstance(row, dict):
         raise DataError(f"{where} is a JSON {type(row).__name__}; expected one object per line, as in {{'prompt': …}}")
@@ -181,9 +185,10 @@ def _dataset(config: DataConfig) -> Source:
             local = str(path) if path.is_dir() else name
             rows = datasets.load_dataset(local, config.dataset_config, split=config.split, revision=config.revision)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        reason = (isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__) or error
         raise DataError(
             f"learner.data.dataset = {name!r} (dataset_config {config.dataset_config!r}, split {config.split!r}, "
-            f"revision {config.revision!r}) cannot be loaded: {error}. Expected a hub name, or a local path written "
+            f"revision {config.revision!r}) cannot be loaded: {reason}. Expected a hub name, or a local path written "
             "by save_to_disk or with data files"
         ) from error
     _check_column(rows.column_names, config.prompt_column, f"dataset {name!r}")

@@ -113,6 +113,17 @@ def test_files_that_transformers_cannot_load_are_an_error_with_its_whole_reason(
     ) as error:
         load_tokenizer(tmp_path)
     assert "set model to" not in str(error.value) and "\n" not in str(error.value)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"the tokenizer in .* has no 'added_tokens'"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_model_without_a_tokenizer_is_an_error(tmp_path: Path) -> None:
+    """transformers makes one without tokens from config.json."""
+    tiny = resolve_model("tiny:digits")
+    shutil.copytree(tiny, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("tokenizer*", "*.txt"))
+    with pytest.raises(ConfigError, match=r"has no tokenizer; expected tokenizer\.json"):
+        load_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("on_meta", [False, True])

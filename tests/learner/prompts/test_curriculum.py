@@ -50,6 +50,15 @@ def test_easy_and_hard_prompts_are_sampled_in_a_share_of_epochs_and_others_in_ev
     assert made.metrics(4000) == {"curriculum/skipped": skipped, "curriculum/easy": 1, "curriculum/hard": 1}
 
 
+def test_rewards_that_are_sums_may_round_beyond_the_range(prompts: Prompts) -> None:
+    made = curriculum(prompts)
+    made.record(3, UNSEEN, {"right": [0.4 + 0.2 + 0.3 + 0.1]})
+    made.record(4, 4, {"right": [1 - 0.9 - 0.1]})
+    made.count(5)
+    kept = made.pass_rates(5)
+    assert kept is not None and (kept.by_prompt[UNSEEN], kept.by_prompt[4]) == (1, 0)
+
+
 def test_the_sampled_prompt_depends_only_on_position_and_pass_rates(prompts: Prompts) -> None:
     whole = curriculum(prompts)
     positions = [whole.ask() for _ in range(200)]

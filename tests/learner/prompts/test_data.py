@@ -206,17 +206,25 @@ def test_a_bad_line_is_an_error_with_file_and_line(tokenizer, tmp_path):
     path = tmp_path / "a.jsonl"
     for line, problem in (
         ('{"prompt": 1', "is not valid JSON"),
+        ("[", "is not valid JSON"),
+        ("[" * 100_000, "is not valid JSON"),
         ("[1]", "is a JSON list"),
         ('{"x": 1}', "no column"),
         (r'{"prompt": "1\ud83d"}', r"has half of a surrogate pair, \\ud83d, .* remove the row"),
         (r'{"prompt": "1", "notes": [{"\uDE00": 1}]}', r"has half of a surrogate pair, \\ude00"),
     ):
-        path.write_text('{"prompt": "1"}\n\n' + line + "\n")
-        with pytest.raises(DataError, match=rf"a.jsonl:3 .*{problem}"):
-            Prompts(DataConfig(path=str(path)), tokenizer, 0)
+        for before, number in (('{"prompt": "1"}\n\n', 3), ("", 1)):
+            path.write_text(f"{before}{line}\n")
+            with pytest.raises(DataError, match=rf"a.jsonl:{number} .*{problem}"):
+                Prompts(DataConfig(path=str(path)), tokenizer, 0)
 
 
-@pytest.mark.parametrize("prompt", [17, "", [], [{"role": "user"}], None])
+def test_a_file_may_begin_with_the_mark_of_windows(tokenizer, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "1+1"}\n', "utf-8-sig")
+    assert len(Prompts(DataConfig(path=str(tmp_path / "a.jsonl")), tokenizer, 0)) == 1
+
+
+@pytest.mark.parametrize("prompt", [17, "", [], [{"role": "user"}], [{"role": ["user"], "content": "1"}], None])
 def test_a_prompt_of_the_wrong_type_is_an_error_with_the_row(of_rows, prompt):
     with pytest.raises(DataError, match=r"row 1 of .* expected a non-empty text or a non-empty list of messages"):
         of_rows({"prompt": "1"}, {"prompt": prompt})
@@ -262,3 +270,7 @@ def test_a_missing_or_empty_file_or_dataset_is_an_error(tokenizer, tmp_path, of_
         Prompts(DataConfig(path=str(tmp_path / "none.jsonl")), tokenizer, 0)
     with pytest.raises(DataError, match=r"learner.data.dataset = .*none' .*cannot be loaded"):
         Prompts(DataConfig(dataset=str(tmp_path / "none")), tokenizer, 0)
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "train.jsonl").write_text('{"prompt": "1"}\n[1]\n')
+    with pytest.raises(DataError, match=r"cannot be loaded: .*JSON"):
+        Prompts(DataConfig(dataset=str(tmp_path / "damaged")), tokenizer, 0)
