@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from learner.config.evaluation import EvaluationConfig
 from learner.config.objectives import BOUNDS, is_plug_in
 from learner.config.rewards import OF_ENVIRONMENT
 from learner.config.section import refuse
@@ -35,6 +36,10 @@ def unmet_requirements(config: "LearnerConfig") -> dict[str, str]:
         unmet_needs["off_policy_correction.max_token_staleness"] = (
             f"max_staleness above {correction.max_token_staleness}"
         )
+    if not _has_dataset(config.evaluation, config):
+        unmet_needs["evaluation.dataset_config"] = "dataset"
+        if not any(one.dataset for one in config.evaluation.sets.values()):  # sets inherit only the split
+            unmet_needs["evaluation.split"] = "dataset"
     if correction.anchor_used == "proximal":
         if config.loss.has_ratio is False:
             unmet_needs["off_policy_correction.anchor"] = "an objective with a ratio"
@@ -50,6 +55,12 @@ def unmet_requirements(config: "LearnerConfig") -> dict[str, str]:
             )
             unmet_needs |= {f"loss.{bound}": "updates_per_batch above 1" for bound in sorted(of_ratio)}
     return unmet_needs
+
+
+def _has_dataset(evaluation: EvaluationConfig, config: "LearnerConfig") -> bool:
+    """Return whether an evaluation's prompts are of a dataset: its own, or that of the run."""
+    has_other = evaluation.task is not None or evaluation.path is not None
+    return evaluation.dataset is not None or (not has_other and config.data.dataset is not None)
 
 
 def check_contradictions(config: "LearnerConfig") -> None:
@@ -265,6 +276,13 @@ def _check_references(config: "LearnerConfig") -> None:
 
 def _check_evaluations(config: "LearnerConfig") -> None:
     evaluation, checkpoint = config.evaluation, config.checkpoint
+    for name, chosen in evaluation.sets.items():
+        part = {key: value for key in ("split", "dataset_config") if (value := getattr(chosen, key)) is not None}
+        refuse(
+            bool(part) and not _has_dataset(evaluation.of_set(name), config),
+            f"evaluation.sets.{name} has {part}, but its prompts are of no dataset; set its dataset, or remove these "
+            "keys",
+        )
     refuse(
         checkpoint.is_by_evaluation
         and (evaluation.every_steps == 0 or checkpoint.every_steps % evaluation.every_steps != 0),

@@ -59,15 +59,15 @@ class EvaluationConfig(Section):
     host of the run's first server is used."""
     task: MayChange[str | None] = None
     """Built-in task, as in learner.data. At most one of task, path and dataset may be set. Unset: the run's
-    own prompts."""
+    own prompts, of which dataset_config and split may name another part."""
     path: MayChange[str | None] = None
     """JSONL file."""
     dataset: MayChange[str | None] = None
     """`datasets` dataset."""
     dataset_config: MayChange[str | None] = None
     """Configuration of the dataset, if it has several. Unset: that of learner.data, if the dataset is the same."""
-    split: MayChange[str] = "test"
-    """Split of the dataset."""
+    split: MayChange[str | None] = None
+    """Split of the dataset. Unset: "test" of a dataset that is named here, or else that of learner.data."""
     num_prompts: MayChange[AtLeastOne[int] | None] = None
     """Maximum number of prompts, taken from the start."""
     num_samples: MayChange[AtLeastOne[int]] = 1
@@ -104,10 +104,7 @@ class EvaluationConfig(Section):
         return msgspec.structs.replace(self, sets={}, **(other_source | own_keys))
 
     def unmet_needs(self) -> dict[str, str]:
-        idle = {} if self.dataset else {"dataset_config": "dataset"}
-        if not self.dataset and not any(one.dataset for one in self.sets.values()):  # sets inherit only the split
-            idle["split"] = "dataset"
-        return idle if self.every_steps else idle | {"at_start": "every_steps", "pin_policy": "every_steps"}
+        return {} if self.every_steps else {"at_start": "every_steps", "pin_policy": "every_steps"}
 
     def check(self) -> None:
         sources = [f"{key} = {value!r}" for key in SOURCES if (value := getattr(self, key))]

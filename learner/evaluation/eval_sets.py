@@ -15,6 +15,8 @@ from learner.prompts.prompts import Prompts
 from learner.rollouts.turns import EpisodePlayer
 from learner.run_inputs import RunInputs
 
+DEFAULT_SPLIT = "test"
+
 
 class EvalSet:
     """Questions of one set. Raises DataError."""
@@ -46,12 +48,16 @@ def evaluated_data(config: EvaluationConfig, data: DataConfig) -> DataConfig:
     Not shuffled, because each prompt is used once. A set may name another part of the run's dataset or task,
     which is read in the same way.
     """
-    if config.task is None and config.path is None and config.dataset is None:
+    has_source = config.task is not None or config.path is not None or config.dataset is not None
+    is_part = data.dataset is not None and (config.split is not None or config.dataset_config is not None)
+    if not has_source and not is_part:
         return msgspec.structs.replace(data, shuffle=False, num_prompts=config.num_prompts or data.num_prompts)
-    is_same_dataset = config.dataset is not None and config.dataset == data.dataset
+    dataset = config.dataset if has_source else data.dataset
+    is_same_dataset = dataset is not None and dataset == data.dataset
     chosen = msgspec.structs.replace(
-        data, shuffle=False, num_prompts=config.num_prompts, task=config.task, path=config.path, dataset=config.dataset,
-        split=config.split, revision=data.revision if is_same_dataset else None,
+        data, shuffle=False, num_prompts=config.num_prompts, task=config.task, path=config.path, dataset=dataset,
+        split=config.split or (DEFAULT_SPLIT if has_source else data.split),
+        revision=data.revision if is_same_dataset else None,
         dataset_config=config.dataset_config or (data.dataset_config if is_same_dataset else None),
         num_digits=data.num_digits if config.task == data.task else None,
     )  # fmt: skip

@@ -193,7 +193,10 @@ def _dataset(config: DataConfig) -> Source:
         ) from error
     _check_column(rows.column_names, config.prompt_column, f"dataset {name!r}")
     return Source(
-        name=f"dataset {name!r}", rows=rows, prompt_column=config.prompt_column, fingerprint=rows._fingerprint
+        name=f"dataset {name!r} ({config.split})",
+        rows=rows,
+        prompt_column=config.prompt_column,
+        fingerprint=rows._fingerprint,
     )
 
 

@@ -122,7 +122,7 @@ REFUSED: list[tuple[Sections, str, Sections]] = [
     ({"loss.clip_low": 1.0, "loss.clip_high": 2.0}, r"clip_low = 1\.0 must be between 0 and 1", {"loss.clip_low": 0.9}),
     ({"loss.clip_low": 0.3}, r"learner\.loss\.clip_high = 0\.28 must not be below clip_low = 0\.3",
         {"loss.clip_high": 0.3}),
-    ({"loss.dual_clip": 1.1}, r"dual_clip = 1\.1 must be above 1 \+ clip_high = 1\.28", {"loss.dual_clip": 3.0}),
+    ({"loss.dual_clip": 1.1}, r"dual_clip = 1\.1 must not be below 1 \+ clip_high = 1\.28", {"loss.dual_clip": 3.0}),
     ({"loss.objective": "dppo", "loss.dual_clip": 1.0}, r"dual_clip = 1\.0 must be above 1; inf sets",
         {"loss.dual_clip": 2}),
     ({"loss.objective": "dppo", "loss.tv_low": 1.0}, r"tv_low = 1\.0 must be between 0 and 1", {"loss.tv_low": 0.1}),
@@ -232,6 +232,9 @@ REFUSED: list[tuple[Sections, str, Sections]] = [
      {"loss.objective": "dppo"}),
     (DISTILLED | {"off_policy_correction.weight": "mask", "off_policy_correction.weighted_completions": "negative"},
      r'weighted_completions = "negative" with kl\.place', {"off_policy_correction.weighted_completions": "all"}),
+    # evaluation
+    ({"evaluation.sets": {"a": {"split": "test"}}}, r"evaluation\.sets\.a has .*'split': 'test'.* of no dataset",
+     {"evaluation.sets": {"a": {"split": "test", "dataset": "d"}}}),
     # sampling
     ({"sampling.top_p": 0.9}, r"top_p = 0\.9, top_k = 0: .*every importance ratio would be too small",
      {"sampling.allow_partial_support": True}),
