@@ -114,8 +114,8 @@ class LossConfig(Section):
             require(0 < low < 1, f"clip_low = {low} must be between 0 and 1")
             require(high >= low, f"clip_high = {high} must not be below clip_low = {low}")
             require(
-                self.dual_clip is None or self.dual_clip > 1 + high,
-                f"dual_clip = {self.dual_clip} must be above 1 + clip_high = {1 + high}",
+                self.dual_clip is None or self.dual_clip >= 1 + high,
+                f"dual_clip = {self.dual_clip} must not be below 1 + clip_high = {1 + high}",
             )
         require(
             "dual_clip" not in used or self.value("dual_clip") > 1,

@@ -55,13 +55,15 @@ def open_players(sets: Sequence[EvalSet], workers: RewardWorkers, loop: LoopThre
 def as_evaluated(eval_set: EvalSet) -> LearnerRun:
     """Return the run with the sampling of the evaluation.
 
-    The gateway gets any free port, because the gateway of the training occupies the configured one.
+    The gateway gets any free port, because the gateway of the training occupies the configured one. Evaluations have no
+    overlong penalty, whose buffer may be larger than their completions.
     """
     learner = eval_set.run.learner
     changed = msgspec.structs.replace(
         learner,
         sampling=msgspec.structs.replace(learner.sampling, max_tokens=max_tokens_of(eval_set)),
         environment=msgspec.structs.replace(learner.environment, gateway_port=0),
+        reward=msgspec.structs.replace(learner.reward, overlong_buffer_tokens=None),
     )
     return msgspec.structs.replace(eval_set.run, learner=changed)
 

@@ -41,6 +41,8 @@ LORA_RANK = 16
 NUM_CHANGES = 4
 Settings = tuple[Sharding, bool, bool, int]
 """Sharding, gradient checkpointing, optimizer offload, and tokens per pass."""
+Changes = Mapping[str, object]
+"""New values of keys of the learner, such as `reference.device`."""
 
 
 class Room(msgspec.Struct, frozen=True, kw_only=True):
@@ -215,12 +217,20 @@ def _on_nodes(room: Room) -> str:
 
 
 def _changes_that_fit(shape: ModelShape, run: LearnerRun, room: Room) -> Iterator[str]:
-    for text, changed, roomier in _changes(shape, run, room):
-        if find_plan(shape, changed, roomier) is not None:
+    for text, changes, roomier in _changes(shape, run, room):
+        if _fits(shape, run, changes, roomier):
             yield text
 
 
-def _changes(shape: ModelShape, run: LearnerRun, room: Room) -> Iterator[tuple[str, LearnerRun, Room]]:
+def _fits(shape: ModelShape, run: LearnerRun, changes: Changes, room: Room) -> bool:
+    try:
+        changed = _with(run, changes)
+    except ValueError:  # they contradict other keys, as an adapter does some references
+        return False
+    return find_plan(shape, changed, room) is not None
+
+
+def _changes(shape: ModelShape, run: LearnerRun, room: Room) -> Iterator[tuple[str, Changes, Room]]:
     """Yield changes of the config or the machine, the smallest first.
 
     The first do not change what is learned, and the last need more GPUs or train another policy.
@@ -234,26 +244,26 @@ def _changes(shape: ModelShape, run: LearnerRun, room: Room) -> Iterator[tuple[s
     }
     fixed = [key for key, value in to_auto.items() if value != "auto"]
     for keys in [[key] for key in fixed] + ([fixed] if len(fixed) > 1 else []):
-        yield " and ".join(f'learner.{key} = "auto"' for key in keys), _with(run, dict.fromkeys(keys, "auto")), room
+        yield " and ".join(f'learner.{key} = "auto"' for key in keys), dict.fromkeys(keys, "auto"), room
     if config.reference.kind != "none" and config.reference.endpoint is None and config.reference.device == "same":
-        yield 'learner.reference.device = "cpu"', _with(run, {"reference.device": "cpu"}), room
+        yield 'learner.reference.device = "cpu"', {"reference.device": "cpu"}, room
     if config.weight_sync.overlap_with_training:
         key = "weight_sync.overlap_with_training"
-        yield f"learner.{key} = false", _with(run, {key: False}), room
+        yield f"learner.{key} = false", {key: False}, room
     if config.weight_sync.compression == "delta":
         key = "weight_sync.compression"
-        yield f'learner.{key} = "none"', _with(run, {key: "none"}), room
+        yield f'learner.{key} = "none"', {key: "none"}, room
     yield from _smaller_servers(shape, run, room)
     if config.optimizer.kind == "adamw":
         changes = {"optimizer.kind": "adamw_8bit", "optimizer.offload": "auto", "sharding": "auto"}
-        yield 'learner.optimizer.kind = "adamw_8bit"', _with(run, changes), room
+        yield 'learner.optimizer.kind = "adamw_8bit"', changes, room
     yield from _more_ranks(shape, run, room)
     yield from _shorter_rows(shape, run, room)
     if not config.lora.rank:
-        yield f"learner.lora.rank = {LORA_RANK}", _with(run, {"lora.rank": LORA_RANK}), room
+        yield f"learner.lora.rank = {LORA_RANK}", {"lora.rank": LORA_RANK}, room
 
 
-def _smaller_servers(shape: ModelShape, run: LearnerRun, room: Room) -> Iterator[tuple[str, LearnerRun, Room]]:
+def _smaller_servers(shape: ModelShape, run: LearnerRun, room: Room) -> Iterator[tuple[str, Changes, Room]]:
     """Yield a smaller KV cache, or share of a GPU, for a server that uses it too."""
     if room.device_gib > ALMOST_FREE * room.device_total_gib:
         return
@@ -261,7 +271,7 @@ def _smaller_servers(shape: ModelShape, run: LearnerRun, room: Room) -> Iterator
         left = room.device_total_gib - gib_of_servers(smaller, shape, run, room)
         roomier = msgspec.structs.replace(room, device_gib=left)
         if left > room.device_gib and find_plan(shape, run, roomier) is not None:
-            yield text if room.servers else f"{text}, if a server uses the same GPU", run, roomier
+            yield text if room.servers else f"{text}, if a server uses the same GPU", {}, roomier
             return
 
 
@@ -276,32 +286,32 @@ def _smaller(servers: ServersOnGpu) -> Iterator[tuple[str, ServersOnGpu]]:
         yield f"server.gpu_memory_utilization = {percent / 100:g}", changed
 
 
-def _more_ranks(shape: ModelShape, run: LearnerRun, room: Room) -> Iterator[tuple[str, LearnerRun, Room]]:
+def _more_ranks(shape: ModelShape, run: LearnerRun, room: Room) -> Iterator[tuple[str, Changes, Room]]:
     is_free = run.learner.sharding in ("auto", "full")
-    sharded = run if is_free else _with(run, {"sharding": "auto"})
+    changes = {} if is_free else {"sharding": "auto"}
     num_ranks = room.num_ranks
     while (num_ranks := 2 * num_ranks) <= MAX_RANKS:
         per_node = num_ranks if room.num_ranks == room.ranks_per_node and num_ranks <= 8 else room.ranks_per_node
         roomier = msgspec.structs.replace(room, num_ranks=num_ranks, ranks_per_node=per_node)
-        if find_plan(shape, sharded, roomier) is not None:
+        if _fits(shape, run, changes, roomier):
             sharding = "" if is_free else ' with learner.sharding = "auto"'
-            yield f"{num_ranks} ranks at the start{sharding}", sharded, roomier
+            yield f"{num_ranks} ranks at the start{sharding}", changes, roomier
             return
 
 
-def _shorter_rows(shape: ModelShape, run: LearnerRun, room: Room) -> Iterator[tuple[str, LearnerRun, Room]]:
+def _shorter_rows(shape: ModelShape, run: LearnerRun, room: Room) -> Iterator[tuple[str, Changes, Room]]:
     """Yield shorter completions or episodes, which bound the smallest pass from below."""
     is_played, config = run.learner.environment.is_used, run.learner
     key = "environment.max_episode_tokens" if is_played else "sampling.max_tokens"
     length = longest_row(run) if is_played else config.sampling.max_tokens
     while (length := length // 2) >= MIN_TOKENS // 4:
-        if find_plan(shape, shorter := _with(run, {key: length}), room) is not None:
-            yield f"learner.{key} = {length}", shorter, room
+        if _fits(shape, run, {key: length}, room):
+            yield f"learner.{key} = {length}", {key: length}, room
             return
 
 
-def _with(run: LearnerRun, changes: Mapping[str, object]) -> LearnerRun:
-    """Return the run with changed keys of the learner, such as `reference.device`."""
+def _with(run: LearnerRun, changes: Changes) -> LearnerRun:
+    """Return the run with changed keys of the learner. Raises ValueError if they contradict others."""
     learner = run.learner
     for key, value in changes.items():
         section, _, name = key.rpartition(".")

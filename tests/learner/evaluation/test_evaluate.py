@@ -66,7 +66,8 @@ def test_an_evaluation_is_compared_per_prompt_with_the_previous_comparable_one(
 ) -> None:
     openai.answer = lambda prompt, count: [prompt[:-1] if prompt[1] in "0123" else "9"]
     evaluate(a_run(tmp_path, openai))
-    evaluate(a_run(tmp_path, openai, "--learner.evaluation.max-tokens", "4"))
+    flags = ("--learner.evaluation.max-tokens", "4", "--learner.reward.overlong-buffer-tokens", "5")
+    evaluate(a_run(tmp_path, openai, *flags))
     openai.answer, openai.version = (lambda prompt, count: [prompt[:-1] if prompt[1] in "234567" else "9"]), 7
     made = evaluate(a_run(tmp_path, openai))[0]
     # Correct in both: 2 and 3; lost: 0 and 1; won: 4 to 7.
@@ -225,6 +226,10 @@ def test_another_split_of_the_runs_dataset_is_read_with_the_runs_options() -> No
 
     own = body(dataset="openai/gsm8k")
     assert (own.dataset_config, own.revision, own.split, own.prompt_column) == ("main", "abc", "test", "question")
+    part = body(split="test", dataset_config="socratic")
+    assert (part.dataset, part.dataset_config, part.split, part.revision) == (data.dataset, "socratic", "test", "abc")
+    assert (body(split="test").dataset_config, body(dataset_config="socratic").split) == ("main", "train")
+    assert body().split == "train"
     other = body(dataset="another/one", split="validation")
     assert (other.dataset_config, other.revision, other.split) == (None, None, "validation")
     assert body(dataset="another/one", dataset_config="hard").dataset_config == "hard"

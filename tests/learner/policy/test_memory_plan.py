@@ -142,6 +142,7 @@ def refusal(run: LearnerRun, room: Room, config: PretrainedConfig) -> str:
 
 ONE_GPU = Room(device_gib=79, device_total_gib=80, host_gib=200)
 SMALL = {"device_gib": 21.5, "device_total_gib": 80.0}
+OVERLONG = {"functions": ["share_right"], "overlong_buffer_tokens": 3000}
 FIXED = {"reference": {"kind": "fixed"}, "kl": {"coef": 0.1}}
 
 
@@ -164,7 +165,12 @@ FIXED = {"reference": {"kind": "fixed"}, "kl": {"coef": 0.1}}
          'Set learner.weight_sync.compression = "none", or'),
         (QWEN_7B, {"sharding": "none"}, {"num_ranks": 8, "ranks_per_node": 8, "device_gib": 48.0, "host_gib": 1800.0},
          'Set learner.sharding = "auto", or'),
-        (QWEN_7B, {}, {"device_gib": 1.0, "device_total_gib": 1.0}, "No single change would fit: use a smaller model"),
+        *(
+            (QWEN_7B, learner, {"device_gib": 1.0, "device_total_gib": 1.0},
+             "No single change would fit: use a smaller model")
+            for learner in ({}, {"reference": {"kind": "ema", "alpha": 0.9, "every_steps": 1}, "kl": {"coef": 0.1}},
+                            {"sampling": {"max_tokens": 4096}, "reward": OVERLONG})
+        ),
     ],
     ids=lambda value: str(value)[:60],
 )  # fmt: skip

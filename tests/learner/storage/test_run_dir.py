@@ -71,6 +71,7 @@ def test_a_run_started_before_keys_moved_can_be_resumed(tmp_path: Path, caplog: 
         ({"kl.estimator": "k3"}, {"kl.estimator": None}, None),
         ({"kl.estimator": "k3"}, {"kl.estimator": "k2"}, r"learner\.kl\.estimator was 'k3', is 'k2'"),
         ({}, {"loss.dual_clip": math.inf}, None),
+        ({"loss.clip_high": 4.0}, {"loss.clip_high": 4.0}, None),
         ({"loss.objective": "gspo"}, {"loss.objective": "gspo"}, None),
         ({"loss.objective": "gspo"}, {"loss.objective": "gspo", "loss.normalization": None},
          r"learner\.loss\.normalization was 'token', is 'sequence'"),
