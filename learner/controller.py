@@ -206,7 +206,8 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         # next step.
         self.sync_check.ask(holders, expected)
         self.sync_check.ask_before(holders)  # with overlap, the next step may have started
-        self.rollouts.publish(version, *(member.link.welcome.server_id for member in holders if member.link.welcome))
+        # Also to a server that is lost just now: it may return with this version, and would get no other sync.
+        self.rollouts.publish(version, *self.weight_sync.received(version).values())
 
     def next_batch(self, version: int, interrupt: Interrupt) -> list[RolloutGroup] | None:
         """Return the groups of the next step, or None when interrupted.
@@ -357,6 +358,8 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                     if self.fleet.is_several:
                         log.info("parity of the server at %s: mean |Δ logprob| = %.1e", member.endpoint, mismatch)
                     mismatches.append(mismatch)
+            elif member in self.weight_sync.received(version):  # lost just now: it must not return unchecked
+                self.weight_sync.failed(member)
         return max(mismatches, default=None)
 
     @contextmanager

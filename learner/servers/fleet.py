@@ -207,15 +207,16 @@ class Fleet:
     # --- called in the loop --------------------------------------------------------------------------------
 
     def published(self, version: int, server_ids: Collection[str]) -> None:
-        """Record that these servers generate with `version`.
+        """Record that these servers generate with `version`, even if a link is down for a moment.
 
         Servers with an older version get no requests until they have this one.
         """
         self.version = version
         self.has_version.set()
         for member in self.members:
-            if member.welcome is not None and member.welcome.server_id in server_ids:
-                member.served = (member.welcome.server_id, version)
+            welcome = member.link.welcome
+            if welcome is not None and welcome.server_id in server_ids:
+                member.served = (welcome.server_id, version)
             self._report_state(member)
 
     def is_ready(self, member: Member) -> bool:

@@ -91,8 +91,12 @@ class WeightSync:
     def is_syncing(self) -> bool:
         return self._pending is not None and not self._pending.done()
 
+    def received(self, version: int) -> dict[Member, str]:
+        """Return the servers that received this version, each with its id, whether or not they are connected now."""
+        return {member: server_id for member, (server_id, done) in list(self._done.items()) if done == version}
+
     def holders(self, version: int | None = None) -> list[Member]:
-        """Return the servers that have this version, or any version of this run."""
+        """Return the connected servers that have this version, or any version of this run."""
         return [
             member
             for member in self._fleet.connected()

@@ -60,6 +60,18 @@ def test_a_server_that_does_not_score_is_synced_again_or_ends_the_run_if_it_is_t
             controller._sync([busy], 1)
 
 
+def test_a_server_that_is_lost_before_its_parity_is_measured_is_synced_again(tmp_path: Path) -> None:
+    lost: Any = Server()
+    failed: list[Any] = []
+    sync = SimpleNamespace(
+        send=lambda version, due: None, holders=lambda version: [], received=lambda version: {lost: "id"},
+        failed=failed.append,
+    )  # fmt: skip
+    fleet = SimpleNamespace(is_several=False, is_quantized=None)
+    assert Controller(**parts_of(tmp_path, fleet=fleet, weight_sync=sync))._sync([lost], 1) is None
+    assert failed == [lost]
+
+
 def test_an_interrupt_ends_the_wait_for_a_lost_server_of_the_policy_or_the_reference(tmp_path: Path) -> None:
     fleets = [SimpleNamespace(), SimpleNamespace()]
     reference = SimpleNamespace(scores=SimpleNamespace(server=SimpleNamespace(fleet=fleets[1])))
@@ -92,7 +104,8 @@ def test_a_step_reports_the_sync_with_which_its_only_server_joined(tmp_path: Pat
     report = SimpleNamespace(metrics=lambda: {"weight_sync/bytes": 7.0})
     joined = SimpleNamespace(link=SimpleNamespace(welcome=None))
     sync = SimpleNamespace(
-        wait=lambda: None, holders=lambda *_: [joined], joiners=lambda: [], pop_report=lambda: None,
+        wait=lambda: None, holders=lambda *_: [joined], received=lambda *_: {}, joiners=lambda: [],
+        pop_report=lambda: None,
         send=lambda step: None, report_of={2: report}.get,
     )  # fmt: skip
     nothing = SimpleNamespace(

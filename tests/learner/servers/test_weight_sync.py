@@ -151,6 +151,21 @@ def test_servers_share_one_session_which_one_that_joins_enters_after_a_sync_of_i
     assert [order.rendezvous.first_rank for engine in engines if (order := engine.orders[0]).rendezvous] == [1, 2, 3]
 
 
+def test_a_server_that_is_lost_when_its_weights_are_published_is_used_once_it_returns(tmp_path: Path) -> None:
+    with syncing(tmp_path, ScriptedEngine()) as (sync, _, fleet):
+        (member,) = fleet.members
+        assert sync.send(1) is not None
+
+        async def publish_while_lost() -> None:
+            await member.link.greet_again()
+            assert sync.holders(1) == [] and list(sync.received(1)) == [member]
+            fleet.published(1, sync.received(1).values())
+
+        fleet.loop.call(publish_while_lost(), TIMEOUT_S)
+        until(lambda: sync.holders(1) == [member])
+        assert fleet.is_ready(member) and sync.joiners() == []
+
+
 def test_a_sync_whose_weights_cannot_be_read_leaves_no_server_waiting(tmp_path: Path) -> None:
     one, other = ScriptedEngine(), ScriptedEngine()
     with syncing(tmp_path, one, other) as (sync, weights, fleet):
