@@ -19,8 +19,9 @@ ROOT = Path(__file__).parent.parent.parent
 RECIPE = "deploy/recipes/reverse.toml"
 
 
-def test_a_mistake_is_one_line_and_exit_code_2() -> None:
-    for arguments, expected in (
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
         (["train"], r"no config file was given; expected: slipstream train run\.toml"),
         (["train", "nowhere.toml"], r"config file nowhere\.toml does not exist"),
         (
@@ -33,8 +34,10 @@ def test_a_mistake_is_one_line_and_exit_code_2() -> None:
         ),
         (["report", "--json"], r"required: RUN_DIR; see slipstream report --help"),
         (["trian", RECIPE], r"unknown command 'trian'; expected one of .*; did you mean train\?"),
-    ):
-        assert_refused(run_learner(*arguments), expected)
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments: list[str], expected: str) -> None:
+    assert_refused(run_learner(*arguments), expected)
 
 
 def test_a_server_that_does_not_come_in_time_is_one_line_and_the_exit_code_of_a_failure(tmp_path: Path) -> None:

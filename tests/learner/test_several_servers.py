@@ -83,7 +83,8 @@ def test_a_run_uses_every_fitting_server_and_checks_each_with_the_bound_of_its_d
         train(run, resume=False)
     assert_each_prompt_once(run, 8)
     exact, coarse, wrong, unknown = engines
-    assert len(exact.prompts) + len(coarse.prompts) == 24 and exact.prompts and coarse.prompts
+    # A prompt is requested again if the machine is so busy that a server is silent for 2 s.
+    assert len(exact.prompts) + len(coarse.prompts) >= 24 and exact.prompts and coarse.prompts
     assert wrong.prompts == unknown.prompts == []
     assert exact.versions == coarse.versions == list(range(9))
     for name, tensor in exact.weights.items():
