@@ -230,17 +230,9 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             self.fleet.on_wait()
             if is_held := self.evaluations.holds:
                 time.sleep(POLL_INTERVAL_S)
-            groups = None if is_held else self.rollouts.next_batch(version, WAIT_SLICE_S)
-            if groups is not None:
+            elif (groups := self.rollouts.next_batch(version, WAIT_SLICE_S)) is not None:
                 self.idleness.end_wait()
-                if any(group.newest_version >= version for group in groups):
-                    self.weight_sync.wait()  # with overlap, its tokens may be here before its check was requested
-                    self.sync_check.check()
-                self.sync_check.begin(version, texts_of(groups, **CHECKED_TOKENS))
-                if (
-                    not self.weight_sync.is_syncing
-                ):  # otherwise `sync_weights` requests it, once the servers have this version
-                    self.sync_check.ask_before(self.weight_sync.holders(version))
+                self._check_before_training(groups, version)
                 return groups
             if time.monotonic() - last_note > WAITING_NOTE_S:
                 last_note = time.monotonic()
@@ -249,6 +241,19 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
                     "the evaluation (learner.evaluation.pin_policy)" if is_held else self.rollouts.waits_for,
                 )
         return None
+
+    def _check_before_training(self, groups: list[RolloutGroup], version: int) -> None:
+        """Check the weights that sampled the newest tokens, and begin the check of the next sync.
+
+        Raises:
+            ParityError: Tokens of this version were sampled with other weights. They are not trained on.
+        """
+        if any(group.newest_version >= version for group in groups):
+            self.weight_sync.wait()  # with overlap, its tokens may be here before its check was requested
+            self.sync_check.check()
+        self.sync_check.begin(version, texts_of(groups, **CHECKED_TOKENS))
+        if not self.weight_sync.is_syncing:  # otherwise `publish` requests it, at the latest `sync_weights`
+            self.sync_check.ask_before(self.weight_sync.holders(version))
 
     def sync_weights(self, step: int, groups: list[RolloutGroup]) -> dict[str, float]:
         """Record the groups as consumed by `step`, and sync its weights.
@@ -298,7 +303,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         if self.fleet.is_connected:  # a lost server has sent no heartbeat
             metrics |= idle
         metrics |= self.evaluations.pop_metrics()
-        metrics |= self.rollouts.batch_metrics | self.run_inputs.prompts.metrics | self.rewards.latencies.pop_metrics()
+        metrics |= self.rollouts.pop_metrics() | self.run_inputs.prompts.metrics | self.rewards.latencies.pop_metrics()
         if self.reference is not None and metrics["reference/refreshed"]:
             self.reference.refresh(step)
         self.log.step(step, metrics)

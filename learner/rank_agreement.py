@@ -54,7 +54,7 @@ def decide_on_rank_0(accelerator: Accelerator, decide: Callable[[], T], kind: An
 
 
 def any_rank(accelerator: Accelerator, is_so: bool) -> bool:
-    """Return on every rank whether it is so on any rank."""
+    """Return on every rank whether it is so on any of them."""
     if accelerator.num_processes == 1:
         return is_so
     return bool(accelerator.gather(torch.tensor([is_so], device=accelerator.device)).any())

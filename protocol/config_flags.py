@@ -126,25 +126,22 @@ def _spell_out_booleans(config_type: type[msgspec.Struct], flags: list[str]) -> 
         ConfigError: Another word follows it.
     """
     fields = {_flag_of(key): field for key, field in keys_of(config_type).items()}
-    names = {name for name, field in fields.items() if _is_boolean(field)}
+    booleans = {name for name, field in fields.items() if _is_boolean(field)}
     mixed = {name for name, field in fields.items() if bool in get_args(_plain_type(field))}
     spelled, left = [], deque(flags)
     while left:
         flag = left.popleft()
         name, has_value, word = flag.partition("=")
-        if name in mixed:
-            if not has_value and left and not left[0].startswith("-"):
-                word = left.popleft()
-            spelled += [name, word.capitalize() if word.lower() in ("true", "false") else word] if word else [flag]
-            continue
-        if name not in names:
+        if name not in booleans | mixed:
             spelled.append(flag)
             continue
         if not has_value:
-            word = left.popleft() if left and not left[0].startswith("-") else "true"
-        if word.lower() not in ("true", "false"):
+            is_alone = not left or left[0].startswith("-")
+            word = left.popleft() if not is_alone else "true" if name in booleans else ""
+        is_word = word.lower() in ("true", "false")
+        if name in booleans and not is_word:
             raise ConfigError(f"{name} {word} is not a boolean; use {name} true or {name} false ({name} alone is true)")
-        spelled += [name, word.capitalize()]
+        spelled += [name, word.capitalize() if is_word else word] if word else [flag]
     return spelled
 
 

@@ -49,7 +49,7 @@ class Successor(Protocol):
 
 
 class SessionMembership(msgspec.Struct, frozen=True, eq=False):
-    """SessionMembership of one rank in one session."""
+    """Membership of one rank in one session."""
 
     session: str
     rank: int

@@ -100,7 +100,7 @@ async def episodes_of(eval_set: EvalSet, client: OpenAIClient, served: ListedMod
 
 
 class EpisodeTurns:
-    """EpisodeTurns in the episodes of one prompt, sampled by the server."""
+    """Turns of one prompt's episodes, sampled through a server's OpenAI API."""
 
     def __init__(self, eval_set: EvalSet, client: OpenAIClient, served: ListedModel, prompt: Prompt) -> None:
         self._eval_set, self._client, self._served, self._prompt = eval_set, client, served, prompt

@@ -104,28 +104,27 @@ class Rollouts:
         deadline = time.monotonic() + timeout_s
         while True:
             self._loop.raise_failure()
-            remaining_s = deadline - time.monotonic()
-            groups = self._popped or self._buffer.pop_batch(
-                version, min(CHECK_INTERVAL_S, max(0.0, remaining_s)), is_connected=self._fleet.is_generating,
-                published=self._version,
-                on_stale=lambda retry: self._loop.spawn(self._begin_retry(retry)),
-            )  # fmt: skip
-            if groups is not None and self._reference is not None:
-                self._popped = groups
-                groups = self._reference.take(
-                    groups, self._buffer.scored(), min(CHECK_INTERVAL_S, max(0.0, remaining_s))
-                )
-            if groups is not None:
-                self._popped = None
-            if groups is not None or remaining_s <= 0:
+            remaining_s = max(0.0, deadline - time.monotonic())
+            groups = self._next_groups(version, min(CHECK_INTERVAL_S, remaining_s))
+            if groups is not None or remaining_s == 0:
                 return groups
 
-    @property
-    def batch_metrics(self) -> dict[str, float]:
-        """Metrics of the last batch, of resent requests and of lost episodes."""
-        of_turns = self._turns.metrics if self._turns is not None else {}
-        of_reference = self._reference.pop_metrics() if self._reference is not None else {}
-        return self._buffer.batch_metrics | self._dispatcher.metrics | of_turns | of_reference
+    def _next_groups(self, version: int, timeout_s: float) -> list[RolloutGroup] | None:
+        if self._popped is None:
+            self._popped = self._buffer.pop_batch(
+                version, timeout_s, is_connected=self._fleet.is_generating, published=self._version,
+                on_stale=lambda retry: self._loop.spawn(self._begin_retry(retry)),
+            )  # fmt: skip
+        if (groups := self._popped) is not None and self._reference is not None:
+            groups = self._reference.take(groups, self._buffer.scored(), timeout_s)
+        self._popped = self._popped if groups is None else None
+        return groups
+
+    def pop_metrics(self) -> dict[str, float]:
+        """Return the metrics of the last batch, of resent requests and of lost episodes."""
+        turn_metrics = self._turns.metrics if self._turns is not None else {}
+        reference_metrics = self._reference.pop_metrics() if self._reference is not None else {}
+        return self._buffer.batch_metrics | self._dispatcher.metrics | turn_metrics | reference_metrics
 
     @property
     def waits_for(self) -> str:
@@ -133,14 +132,15 @@ class Rollouts:
         if self._popped is not None and self._reference is not None:
             num_groups, endpoint = self._reference.num_pending, self._reference.server.endpoint
             return f"{counted(num_groups, 'group')} to be scored by the reference's server at {endpoint}"
-        part = self._buffer.waits_for(is_connected=self._fleet.is_generating)
-        num_pending, num_scoring = self._buffer.num("admitted", "requested"), self._buffer.num("received")
-        waited_for = {"link": self._fleet.describe(), "server": f"{counted(num_pending, 'group')} from the server"}
-        return {
-            "reward": f"{counted(num_scoring, 'group')} to be scored",
-            "weight_sync": DESCRIPTIONS["weight_sync"],
-            **waited_for,
-        }[part]
+        match self._buffer.waits_for(is_connected=self._fleet.is_generating):
+            case "link":
+                return self._fleet.describe()
+            case "server":
+                return f"{counted(self._buffer.num('admitted', 'requested'), 'group')} from the server"
+            case "reward":
+                return f"{counted(self._buffer.num('received'), 'group')} to be scored"
+            case part:
+                return DESCRIPTIONS[part]
 
     def close(self) -> None:
         """Cancel all requests at the servers; the ledger keeps them for a resume."""

@@ -50,7 +50,7 @@ class SlotOrder:
         return slot - num_before - bisect_left(self._passed_over, slot)
 
     def num_new(self, num_slots_allowed: int) -> int:
-        """Return how many new slots fit, of this many that may have been sent."""
+        """Return how many slots to admit now, if this many may be sent in total."""
         return max(0, num_slots_allowed - (self.next_to_admit - self.num_passed_over))
 
     def next(self, num_groups: int) -> list[int]:

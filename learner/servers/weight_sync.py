@@ -47,7 +47,7 @@ CALL_TIMEOUT_S = 10.0
 
 
 class Round(msgspec.Struct, eq=False):
-    """What became of one round of attempts."""
+    """Outcome of one round of attempts."""
 
     reports: dict[Member, SyncReport] = {}
     failures: dict[Member, Failure] = {}

@@ -263,30 +263,39 @@ class SyncAttempt:
     # --- who is to blame -----------------------------------------------------------------------------------------
 
     def _late(self) -> dict[Member, Failure]:
-        """Return the servers for which others wait too long. If all are equally late, nobody waits."""
-        patience_s, now, pending = self._config.straggler_timeout_in_effect_s, time.monotonic(), self._pending()
+        """Return the servers for which others wait too long. If all are late, none is: no other server waits."""
         if not self._others_serve and len(self._members) == 1:
             return {}
-        of_key = f"{patience_s:g} s ({self._config.straggler_timeout_key})"
-        if self.stage != "pausing" and not self._failures:  # once it is off, healthy workers report no more
-            ranks = self._late_ranks(patience_s)
-            late = [member for member in pending if ranks.intersection(self._session.ranks[member])]
-            if late and (self._others_serve or len(late) < len(self._members)):
-                return _failed(late, f"it kept the weight sync waiting for {of_key}; it gets another weight sync")
-        if self.stage in ("pausing", "finishing"):
-            if self._first_at is None and len(pending) < len(self._members):
-                self._first_at = now
-            if self._first_at is not None and now - self._first_at > patience_s:
-                what = "failed" if self._failures else "was ready" if self.stage == "pausing" else "had the version"
-                return _failed(
-                    self._not_held_up(pending), f"another server {what} {of_key} earlier; it gets its own weight sync"
-                )
-        if self._others_serve and self._stalled_s() > patience_s:
+        patience_s, pending = self._config.straggler_timeout_in_effect_s, self._pending()
+        limit = f"{patience_s:g} s ({self._config.straggler_timeout_key})"
+        if late := self._with_late_workers(pending, patience_s):
+            return _failed(late, f"it kept the weight sync waiting for {limit}; it gets another weight sync")
+        if self._is_outrun(pending, patience_s):
+            first_has = "failed" if self._failures else "was ready" if self.stage == "pausing" else "had the version"
+            reason = f"another server {first_has} {limit} earlier; it gets its own weight sync"
+        elif self._others_serve and self._stalled_s() > patience_s:
             reason = (
-                f"it has made no progress for {of_key}, and the other servers do not wait; it gets another weight sync"
+                f"it has made no progress for {limit}, and the other servers do not wait; it gets another weight sync"
             )
-            return _failed(self._not_held_up(pending), reason)
-        return {}
+        else:
+            return {}
+        return _failed(self._not_held_up(pending), reason)
+
+    def _with_late_workers(self, pending: list[Member], patience_s: float) -> list[Member]:
+        """Return the servers whose workers hold up the transfer, unless no server waits for them."""
+        if self.stage == "pausing" or self._failures:  # once the session is off, healthy workers report no more
+            return []
+        ranks = self._late_ranks(patience_s)
+        late = [member for member in pending if ranks.intersection(self._session.ranks[member])]
+        return late if self._others_serve or len(late) < len(self._members) else []
+
+    def _is_outrun(self, pending: list[Member], patience_s: float) -> bool:
+        """Return whether another server has been through with this stage for longer than the patience."""
+        if self.stage not in ("pausing", "finishing"):
+            return False
+        if self._first_at is None and len(pending) < len(self._members):
+            self._first_at = time.monotonic()
+        return self._first_at is not None and time.monotonic() - self._first_at > patience_s
 
     def _late_ranks(self, patience_s: float) -> set[int]:
         collective = self._session.collective

@@ -16,6 +16,7 @@ from learner.rollouts.ledger import Ledger
 from learner.rollouts.rollout_buffer import RolloutBuffer
 from learner.storage.checkpoint import (
     BestCheckpoint,
+    CheckpointState,
     RunProgress,
     best_models,
     complete_checkpoints,
@@ -109,26 +110,10 @@ def prune(
     states = {checkpoint: read_state(checkpoint) for checkpoint in complete_checkpoints(directory)}
     newest = list(states)[-keep_last:]  # -0: all
     judged_by = TRAINING_REWARD if scores is None else evaluation
-    with_model = {path: state for path, state in states.items() if (path / "model").is_dir()}
-    score_of = {
-        path: state.reward_mean if scores is None else scores.get(state.step) for path, state in with_model.items()
-    }
-    comparable = {
-        path: best
-        for path, best in best_models(directory).items()
-        if best.judged_by == judged_by and (scores is None or best.step in scores)
-    }
-    judged = comparable | {
-        path: BestCheckpoint(step=states[path].step, score=score, judged_by=judged_by)
-        for path, score in score_of.items()
-        if score is not None
-    }
-    in_order = sorted(judged, key=lambda path: (judged[path].score, judged[path].step), reverse=True)
-    best = in_order[:keep_best]
-    awaited = {
-        path for path, state in with_model.items() if keep_best and scores and scores.get(state.step, 0.0) is None
-    }
-    for checkpoint in (states.keys() | judged.keys()) - {*newest, *best, *awaited}:
+    judged, awaited = _judge(directory, states, scores, judged_by)
+    best = sorted(judged, key=lambda path: (judged[path].score, judged[path].step), reverse=True)[:keep_best]
+    kept = {*newest, *best, *(awaited if keep_best else ())}
+    for checkpoint in (states.keys() | judged.keys()) - kept:
         log.info("removing %s", checkpoint)
         remove_checkpoint(checkpoint)
     for checkpoint in set(best) - set(newest):
@@ -137,3 +122,24 @@ def prune(
             log.info("keeping only the model of %s (among the best by %s: %.4g)", checkpoint, judged_by, score)
         keep_model_alone(checkpoint, judged[checkpoint])
     return states[newest[0]].step
+
+
+def _judge(
+    directory: Path, states: Mapping[Path, CheckpointState], scores: Mapping[int, float | None] | None, judged_by: str
+) -> tuple[dict[Path, BestCheckpoint], set[Path]]:
+    """Return the judged models, and the checkpoints that wait for their score."""
+    judged = {
+        path: best
+        for path, best in best_models(directory).items()
+        if best.judged_by == judged_by and (scores is None or best.step in scores)
+    }
+    awaited: set[Path] = set()
+    for path, state in states.items():
+        if not (path / "model").is_dir():
+            continue
+        score = state.reward_mean if scores is None else scores.get(state.step)
+        if score is not None:
+            judged[path] = BestCheckpoint(step=state.step, score=score, judged_by=judged_by)
+        elif scores is not None and state.step in scores:
+            awaited.add(path)
+    return judged, awaited

@@ -6,6 +6,8 @@ step, so later updates of the step never mix anchors. No gradients are computed.
 Suffixes: B branches, T tokens of the longest, N episodes of the step.
 """
 
+from collections.abc import Iterable
+
 import msgspec
 import torch
 
@@ -27,39 +29,30 @@ def precompute_logprobs(
     config = trainer.config
     if trainer.reference is not None and config.kl.place != "reward":
         with timer("reference"):
-            logprobs = _reference_logprobs(trainer, batches)
-        batches = [
-            msgspec.structs.replace(batch, reference_logprobs_BT=logprobs_BT)
-            for batch, logprobs_BT in zip(batches, logprobs, strict=True)
-        ]
+            batches = _with(batches, "reference_logprobs_BT", _reference_logprobs(trainer, batches))
+    correction = config.off_policy_correction
     needs_proximal = (
-        config.updates_per_batch > 1
-        and config.off_policy_correction.anchor_used == "proximal"
-        and config.off_policy_correction.proximal == "exact"
+        config.updates_per_batch > 1 and correction.anchor_used == "proximal" and correction.proximal == "exact"
     )
     needs_entropy, needs_picks = config.loss.top_entropy_frac < 1, config.loss.objective in PICKS
     if not (needs_proximal or needs_entropy or needs_picks):
         return batches
     with timer("policy_pass"):
-        started = _policy_pass(trainer, batches, "value" if needs_entropy else "none")
-    logprobs = [logprobs_BT for logprobs_BT, _ in started]
+        answers = _policy_pass(trainer, batches, "value" if needs_entropy else "none")
+    logprobs = [logprobs_BT for logprobs_BT, _ in answers]
     if needs_proximal:
-        batches = [
-            msgspec.structs.replace(batch, proximal_logprobs_BT=logprobs_BT)
-            for batch, logprobs_BT in zip(batches, logprobs, strict=True)
-        ]
+        batches = _with(batches, "proximal_logprobs_BT", logprobs)
     if needs_entropy:
-        entropies = [entropy_BT for _, entropy_BT in started if entropy_BT is not None]
-        batches = [
-            msgspec.structs.replace(batch, policy_mask_BT=mask_BT)
-            for batch, mask_BT in zip(batches, of_highest_entropy(trainer, batches, entropies), strict=True)
-        ]
+        entropies = [entropy_BT for _, entropy_BT in answers if entropy_BT is not None]
+        batches = _with(batches, "policy_mask_BT", of_highest_entropy(trainer, batches, entropies))
     if needs_picks:
-        batches = [
-            msgspec.structs.replace(batch, picked_BT=picked_BT)
-            for batch, picked_BT in zip(batches, picked(trainer, batches, logprobs, version), strict=True)
-        ]
+        batches = _with(batches, "picked_BT", picked(trainer, batches, logprobs, version))
     return batches
+
+
+def _with(batches: list[MicroBatch], field: str, values: Iterable[torch.Tensor]) -> list[MicroBatch]:
+    """Return the micro-batches, each with its value of a field."""
+    return [msgspec.structs.replace(batch, **{field: value}) for batch, value in zip(batches, values, strict=True)]
 
 
 def episode_kls(

@@ -17,7 +17,7 @@ SLOW_S = 0.5
 def test_a_wait_moves_from_the_link_to_the_reward_when_the_group_arrives(tmp_path: Path) -> None:
     with HandServer() as server, published_on(tmp_path, server, reward=SLOW_REWARD) as rollouts:
         next_slots(rollouts)
-        waits = rollouts.batch_metrics
+        waits = rollouts.pop_metrics()
     assert waits["bottleneck/reward"] > waits["bottleneck/link"] + waits["bottleneck/server"]
 
 
@@ -28,7 +28,7 @@ def test_round_trip_time_beyond_the_servers_time_counts_for_the_link(tmp_path: P
 
     with HandServer(slowly) as server, published_on(tmp_path, server, max_staleness=0) as rollouts:
         next_slots(rollouts)
-        waits = rollouts.batch_metrics
+        waits = rollouts.pop_metrics()
     assert waits["bottleneck/link"] > SLOW_S / 2 > waits["bottleneck/server"] == 0.0
 
 

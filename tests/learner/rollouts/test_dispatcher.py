@@ -267,7 +267,7 @@ def test_requests_lost_by_a_live_server_are_resent_after_the_deadline_without_a_
     server = HandServer(loses_two)
     with hand_servers(server), published_on(tmp_path, server, group_idle_timeout_s=1.0) as rollouts:
         assert [next_slots(rollouts), next_slots(rollouts)] == [[0, 1, 2], [3, 4, 5]]
-        assert rollouts.batch_metrics["rollout/resent_requests"] >= 2
+        assert rollouts.pop_metrics()["rollout/resent_requests"] >= 2
     assert server.generated.count("1.0") == server.generated.count("2.0") == 2
     assert (
         f"requests to the server at {server.endpoint}, such as 1.0 (no answer for 1 s, learner.group_idle_timeout_s; "

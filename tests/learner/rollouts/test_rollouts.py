@@ -71,7 +71,7 @@ def test_requests_wait_for_weights_and_follow_the_admission_rule(tmp_path: Path)
         assert rollouts.next_batch(0, 0.3) is None and server.generated == []
         rollouts.publish(0, server.server_id)
         assert next_slots(rollouts) == [0, 1, 2]
-        assert rollouts.batch_metrics["bottleneck/weight_sync"] > 0.1
+        assert rollouts.pop_metrics()["bottleneck/weight_sync"] > 0.1
         assert next_slots(rollouts) == [3, 4, 5]
         assert rollouts.next_batch(0, 0.3) is None and len(server.generated) == 6
         rollouts.publish(1, server.server_id)
@@ -104,7 +104,7 @@ def test_every_defect_of_a_group_is_recorded_and_its_prompt_is_retried(tmp_path:
         published_on(tmp_path, server, version=5, **settings) as rollouts,
     ):
         groups = rollouts.next_batch(5, TIMEOUT_S) or []
-        metrics = rollouts.batch_metrics
+        metrics = rollouts.pop_metrics()
         num_refused = rollouts._fleet.members[0].link.num_refused
     assert [group.group_id for group in groups] == ["0.1", "1.1", "2.1", "3.1", "4.1", "5.0"]
     assert [len(group.rewards_G) for group in groups] == [len(group.completions) for group in groups] == [3] * 5 + [2]
@@ -121,7 +121,7 @@ def test_a_group_whose_rewards_are_only_logged_is_trained_without_them(tmp_path:
     distilled: dict[str, Any] = {"kl": {"coef": 1.0, "place": "advantage"}, "reference": {"kind": "fixed"}}
     with HandServer() as server, published_on(tmp_path, server, reward=reward, **distilled) as rollouts:
         groups = rollouts.next_batch(0, TIMEOUT_S) or []
-        metrics = rollouts.batch_metrics
+        metrics = rollouts.pop_metrics()
     assert [group.group_id for group in groups] == ["0.0", "1.0", "2.0"] and dropped(tmp_path) == []
     assert all(group.rewards_G == [None] * 4 for group in groups) and metrics["rollout/rewards_failed"] >= 3
     assert "batch/no_signal_groups" not in metrics, "there is no reward to learn from"
@@ -265,12 +265,12 @@ def test_groups_without_signal_are_replaced_also_across_a_resume(tmp_path: Path)
 
     with HandServer(some_alike) as server, published_on(tmp_path, server, **ACTIVE) as rollouts:
         assert next_slots(rollouts) == [0, 2, 5]
-        assert rollouts.batch_metrics["batch/replaced_groups"] == 3
+        assert rollouts.pop_metrics()["batch/replaced_groups"] == 3
         assert rollouts.next_batch(0, 0.3) is None, "the next step must wait for its version"
         server.version = 1
         rollouts.publish(1, server.server_id)
         assert next_slots(rollouts, 1) == [6, 7, 8]
-        assert rollouts.batch_metrics["batch/replaced_groups"] == 0
+        assert rollouts.pop_metrics()["batch/replaced_groups"] == 0
     assert sorted(server.generated) == ["4.0", "5.0", "6.0", "7.0", "8.0"], "dropped groups must not be requested again"
     assert counts(tmp_path).lost == 0
 
@@ -282,7 +282,7 @@ def test_a_step_that_replaced_too_many_groups_trains_without_signal_and_logs_why
         for version in range(2):
             server.version = version
             rollouts.publish(version, server.server_id)
-            assert len(next_slots(rollouts)) == 3 and rollouts.batch_metrics["batch/replaced_groups"] == 6
+            assert len(next_slots(rollouts)) == 3 and rollouts.pop_metrics()["batch/replaced_groups"] == 6
     assert len(server.generated) == 2 * (6 + 3)
     assert "training on 3 of 3 groups without signal: this step has already replaced 6 groups" in caplog.text
 

@@ -191,6 +191,6 @@ def test_a_waiting_buffer_requests_more_from_a_server_with_capacity(tmp_path: Pa
         for version in range(9):
             rollouts.publish(version, server.server_id)
             assert len(next_slots(rollouts, version)) == 3
-            allowed.append(rollouts.batch_metrics["staleness/allowed"])
+            allowed.append(rollouts.pop_metrics()["staleness/allowed"])
             assert len(server.generated) <= (allowed[-1] + version + 1) * 3
     assert allowed[0] == 2 < max(allowed)
