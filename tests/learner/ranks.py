@@ -141,9 +141,10 @@ class Ranks:
             pipe.send_bytes(pickle.dumps((work, args)))
         answers: dict[Any, Any] = {}
         problems: list[str] = []
+        deadline = time.monotonic() + TIMEOUT_S
         while waiting := [pipe for pipe in self._pipes if pipe not in answers]:
             # After an error of one rank, others may wait for it in a collective.
-            ready = wait(waiting, 5 if problems else TIMEOUT_S)
+            ready = wait(waiting, 5 if problems else max(0.0, deadline - time.monotonic()))
             if not ready:
                 problems.append(f"{work} did not end on {len(waiting)} ranks; their stacks are in the captured stderr")
                 self._show_stacks()
