@@ -67,7 +67,9 @@ def self_test(run: LearnerRun) -> NoiseMeasurement:
         config = trainer.config
         batches = sample_across_syncs(controller)
         tokens = compare(trainer, batches, config.sampling.temperature)
-        compared = [comparison(run, one.welcome) for one in controller.fleet.connected() if one.welcome]
+        compared = [
+            comparison(run, welcome) for one in controller.fleet.connected() if (welcome := one.welcome) is not None
+        ]
         measured = NoiseMeasurement(
             dtype=coarser(run.dtype, *(one.theirs for one in compared)),
             objective=config.loss.objective,

@@ -21,7 +21,8 @@ log = logging.getLogger(__name__)
 
 def has_quantized(members: Iterable[Member]) -> bool:
     """Return whether one of the servers quantizes."""
-    return any(member.welcome is not None and member.welcome.quantization for member in members)
+    # The last welcome counts, as a link may be down for a moment.
+    return any((welcome := member.link.welcome) is not None and welcome.quantization for member in members)
 
 
 def choose_correction(run: LearnerRun, *, is_quantized: bool, has_ratio: bool) -> LearnerRun:
@@ -67,9 +68,9 @@ def check_joiner(run: LearnerRun, member: Member, *, is_quantized: bool | None) 
         ConfigError: The server quantizes, and the correction was chosen for servers that do not.
     """
     if run.learner.off_policy_correction.weight == "auto" and is_quantized is False and has_quantized([member]):
-        assert member.welcome is not None
+        assert member.link.welcome is not None
         raise ConfigError(
-            f"the server at {member.endpoint} quantizes ({member.welcome.quantization}), and this run began with "
+            f"the server at {member.endpoint} quantizes ({member.link.welcome.quantization}), and this run began with "
             'servers that do not, so that learner.off_policy_correction.weight = "auto" is "none". Set weight = '
             '"truncate" and anchor = "proximal", or weight = "none" to leave the difference uncorrected, and continue '
             "with --resume"

@@ -96,9 +96,10 @@ class SyncSource:
         if adapter is None or self._config.lora == "merged":
             return None
         for member in members:
-            if reason is None and member.welcome is not None and member.welcome.max_lora_rank < adapter.rank:
+            welcome = member.link.welcome  # the last one, as a link may be down for a moment
+            if reason is None and welcome is not None and welcome.max_lora_rank < adapter.rank:
                 reason = (
-                    f"the server at {member.endpoint} supports a rank of up to {member.welcome.max_lora_rank}; set "
+                    f"the server at {member.endpoint} supports a rank of up to {welcome.max_lora_rank}; set "
                     f"server.max_lora_rank = {adapter.rank} there to send only the adapter"
                 )
         if reason is not None:

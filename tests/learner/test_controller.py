@@ -17,6 +17,7 @@ class Server:
     def __init__(self, endpoint: str = "tcp://a:1", quantization: str = "") -> None:
         self.endpoint = endpoint
         self.welcome = SimpleNamespace(max_model_len=64, dtype="float32", quantization=quantization)
+        self.link = SimpleNamespace(welcome=self.welcome)
 
 
 def parts_of(tmp_path: Path, **parts: Any) -> dict[str, Any]:

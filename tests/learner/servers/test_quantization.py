@@ -17,7 +17,8 @@ from tests.learner.runs import make_run, metrics_of
 
 
 def member(quantization: str) -> Any:
-    return SimpleNamespace(endpoint="tcp://a:1", welcome=SimpleNamespace(quantization=quantization))
+    link = SimpleNamespace(welcome=SimpleNamespace(quantization=quantization))
+    return SimpleNamespace(endpoint="tcp://a:1", link=link, welcome=None)  # the link is down for a moment
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_a_quantized_server_may_join_only_runs_whose_correction_fits(tmp_path: P
     ):
         check_joiner(run, quantized, is_quantized=False)
     check_joiner(make_run(tmp_path, off_policy_correction={"weight": "none"}), quantized, is_quantized=False)
-    assert has_quantized([plain, quantized]) and not has_quantized([plain, SimpleNamespace(welcome=None)])
+    assert has_quantized([plain, quantized]) and not has_quantized([plain, SimpleNamespace(link=SimpleNamespace(welcome=None))])
 
 
 @pytest.mark.parametrize("quantization", ["", "fp8 KV cache"])
