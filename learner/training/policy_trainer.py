@@ -54,7 +54,7 @@ class PolicyTrainer(msgspec.Struct, eq=False, kw_only=True):
     kl_coef: float
     entropy: EntropyControl
     shape: ModelShape | None
-    extremes: RatioRange = msgspec.field(default_factory=RatioRange)
+    ratio_range: RatioRange = msgspec.field(default_factory=RatioRange)
     mismatch: Mismatch = msgspec.field(default_factory=Mismatch)
     num_skipped_in_a_row: int = 0
     """Number of consecutive updates skipped for a NaN or inf gradient, up to the latest update."""

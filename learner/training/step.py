@@ -70,7 +70,7 @@ def train_on(trainer: PolicyTrainer, groups: list[RolloutGroup], version: int, t
     )
     total = {name: accelerator.reduce(value, "sum") for name, value in total.items()}
     metrics = (
-        loss_metrics(total, config) | trainer.extremes.pop_metrics(accelerator, config.updates_per_batch) | metrics
+        loss_metrics(total, config) | trainer.ratio_range.pop_metrics(accelerator, config.updates_per_batch) | metrics
     )
     metrics["perf/train_tflop"] = train_tflop(trainer, rows)
     metrics["optim/skipped_updates"] = float(num_skipped)
@@ -208,9 +208,18 @@ def _micro_batch_loss(
     logprobs_BT, entropy_BT = token_logprobs(
         trainer.policy, batch.pack, config.sampling.temperature, entropy=entropy_use, routing=batch.routing
     )
-    assert entropy_BT is not None
+    inputs = _loss_inputs(config, batch, version, logprobs_BT, entropy_BT)
+    loss, sums = policy_loss(
+        inputs, config.loss, config.off_policy_correction, config.kl, trainer.kl_coef, entropy_coef
+    )
+    return loss, sums | _diagnostics(trainer, batch, version, inputs, loss, is_first_update=is_first_update)
+
+
+def _loss_inputs(
+    config: LearnerConfig, batch: MicroBatch, version: int, logprobs_BT: torch.Tensor, entropy_BT: torch.Tensor | None
+) -> LossInputs:
     lengths_B = batch.mask_BT.sum(dim=1)
-    inputs = LossInputs(
+    return LossInputs(
         logprobs_BT=logprobs_BT,
         behavior_logprobs_BT=batch.behavior_logprobs_BT,
         staleness_BT=(version - batch.versions_BT).clamp(min=0),
@@ -228,27 +237,33 @@ def _micro_batch_loss(
             max=NUM_LENGTH_QUARTERS - 1  # an episode of several turns may exceed max_tokens
         ),
     )
-    loss, sums = policy_loss(
-        inputs, config.loss, config.off_policy_correction, config.kl, trainer.kl_coef, entropy_coef
-    )
+
+
+def _diagnostics(
+    trainer: PolicyTrainer, batch: MicroBatch, version: int, inputs: LossInputs, loss: torch.Tensor, *,
+    is_first_update: bool,
+) -> Sums:  # fmt: skip
+    """Update the trainer's ratio range and mismatch, and return the sums that are no part of the loss."""
+    assert inputs.entropy_BT is not None
+    logprobs_BT, entropy_BT = inputs.logprobs_BT.detach(), inputs.entropy_BT.detach()
     # Count only completions that this version sampled whole, prompt included. Older tokens leave KV cache
     # entries of older weights behind.
     is_fresh_B = ((batch.versions_BT == version) | ~batch.mask_BT).all(dim=1) & (batch.entered_versions_B == version)
     fresh_BT = batch.mask_BT & is_fresh_B.unsqueeze(1) & is_first_update
-    mismatch_BT = (logprobs_BT.detach() - batch.behavior_logprobs_BT).abs()
-    log_ratio_BT = masked(inputs.logprobs_BT.detach() - batch.behavior_logprobs_BT, batch.mask_BT)
+    mismatch_BT = (logprobs_BT - batch.behavior_logprobs_BT).abs()
+    log_ratio_BT = masked(logprobs_BT - batch.behavior_logprobs_BT, batch.mask_BT)
     # How strongly each token moves the policy. The gradient stops at the logprobs, so it costs next to
     # nothing.
-    (pull_BT,) = torch.autograd.grad(loss, logprobs_BT, retain_graph=True)
-    advantages_BT = token_advantages(inputs, config.kl, trainer.kl_coef)
-    trainer.extremes.update(log_ratio_BT, pull_BT.abs(), (batch.weights_B.unsqueeze(1) * advantages_BT).abs())
+    (pull_BT,) = torch.autograd.grad(loss, inputs.logprobs_BT, retain_graph=True)
+    advantages_BT = token_advantages(inputs, trainer.config.kl, trainer.kl_coef)
+    trainer.ratio_range.update(log_ratio_BT, pull_BT.abs(), (batch.weights_B.unsqueeze(1) * advantages_BT).abs())
     trainer.mismatch.update(batch.episodes_B, fresh_BT, mismatch_BT)
-    sums["entropy"] = torch.where(batch.mask_BT, entropy_BT.detach(), 0.0).sum()
-    sums["fresh_tokens"] = fresh_BT.sum().float()
-    sums["fresh_mismatch"] = torch.where(fresh_BT, mismatch_BT, 0.0).sum()
-    if config.routing_replay:
-        sums |= routing_sums(batch)
-    return loss, sums
+    sums = {
+        "entropy": torch.where(batch.mask_BT, entropy_BT, 0.0).sum(),
+        "fresh_tokens": fresh_BT.sum().float(),
+        "fresh_mismatch": torch.where(fresh_BT, mismatch_BT, 0.0).sum(),
+    }
+    return sums | (routing_sums(batch) if trainer.config.routing_replay else {})
 
 
 def _added(total: Sums, sums: Sums) -> Sums:

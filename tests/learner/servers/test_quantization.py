@@ -99,7 +99,9 @@ def test_a_quantized_server_may_join_only_runs_whose_correction_fits(tmp_path: P
     ):
         check_joiner(run, quantized, is_quantized=False)
     check_joiner(make_run(tmp_path, off_policy_correction={"weight": "none"}), quantized, is_quantized=False)
-    assert has_quantized([plain, quantized]) and not has_quantized([plain, SimpleNamespace(link=SimpleNamespace(welcome=None))])
+    assert has_quantized([plain, quantized]) and not has_quantized(
+        [plain, SimpleNamespace(link=SimpleNamespace(welcome=None))]
+    )
 
 
 @pytest.mark.parametrize("quantization", ["", "fp8 KV cache"])
