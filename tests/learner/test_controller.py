@@ -9,7 +9,7 @@ import pytest
 
 from learner.controller import Controller
 from learner.run_inputs import RunInputs
-from protocol.errors import ConfigError, DeadlineExceeded
+from protocol.errors import ConfigError, DeadlineExceeded, ScoringFailed
 from tests.learner.runs import make_run
 
 
@@ -58,6 +58,24 @@ def test_a_server_that_does_not_score_is_synced_again_or_ends_the_run_if_it_is_t
     else:
         with pytest.raises(DeadlineExceeded):
             controller._sync([busy], 1)
+
+
+def test_a_server_that_cannot_score_is_excluded_and_the_others_stay(tmp_path: Path) -> None:
+    broken: Any = Server()
+    members = [broken, Server("tcp://b:1")]
+    excluded: list[tuple[Any, Exception]] = []
+
+    def measure(member: Any, version: int) -> float:
+        if member is broken:
+            raise ScoringFailed("cannot score 3 tokens")
+        return 0.5
+
+    sync = SimpleNamespace(send=lambda version, due: None, holders=lambda version: members)
+    fleet = SimpleNamespace(is_several=True, is_quantized=None, exclude=lambda *one: excluded.append(one))
+    parity = SimpleNamespace(measure=measure)
+    assert Controller(**parts_of(tmp_path, fleet=fleet, parity=parity, weight_sync=sync))._sync(members, 1) == 0.5
+    ((member, error),) = excluded
+    assert member is broken and str(error) == "cannot score 3 tokens"
 
 
 def test_an_interrupt_ends_the_wait_for_a_lost_server_of_the_policy_or_the_reference(tmp_path: Path) -> None:
