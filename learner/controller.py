@@ -51,7 +51,7 @@ from learner.storage.checkpoint import read_pass_rates, read_state
 from learner.storage.run_dir import RunDir, check_data, record_data
 from learner.training.metrics import Devices, StepTimer, memory_metrics, staleness, throughput
 from protocol.endpoint import exposure
-from protocol.errors import ConfigError, DataError, DeadlineExceeded, ParityError, ServerLost
+from protocol.errors import ConfigError, DataError, DeadlineExceeded, ParityError, ScoringFailed, ServerLost
 from protocol.messages import PROTOCOL_VERSION, Hello, new_learner_id
 from protocol.model_files import fingerprint
 from protocol.signals import Interrupt
@@ -372,7 +372,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         """Drop the server on an error, or raise the error if it is the last server."""
         try:
             yield
-        except (ConfigError, DataError, ParityError) as error:
+        except (ConfigError, DataError, ParityError, ScoringFailed) as error:
             self.fleet.exclude(member, error)
         except (ServerLost, DeadlineExceeded) as error:
             if isinstance(error, DeadlineExceeded) and not self.fleet.is_several:

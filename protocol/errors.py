@@ -89,6 +89,10 @@ class ServerLost(SlipstreamError):
     exit_code = TRANSIENT_ERROR
 
 
+class ScoringFailed(SlipstreamError):
+    """Server that answered a request for logprobs with an error."""
+
+
 class ParityError(SlipstreamError):
     """Different logprobs of server and learner for the same tokens and weights."""
 

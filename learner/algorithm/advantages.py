@@ -15,7 +15,6 @@ from collections.abc import Iterable
 import msgspec
 
 from learner.config import AdvantageConfig
-from protocol.errors import ConfigError
 
 STD_EPSILON = 1e-4
 
@@ -80,16 +79,8 @@ def step_advantages(rewards_P_G: Rewards, config: AdvantageConfig) -> list[list[
     scale batch               standard deviation over all completions of the step + 1e-4
     scale mean                mean of the group                               (MaxRL, arXiv 2602.02710)
     scale none                1                                               (Dr. GRPO, arXiv 2503.20783)
-
-    Raises:
-        ConfigError: A reward is negative, with scale = "mean".
     """
     everything = [reward for rewards_G in rewards_P_G for reward in rewards_G if reward is not None]
-    if config.scale == "mean" and (lowest := min(everything, default=0.0)) < 0:
-        raise ConfigError(
-            f'learner.advantage.scale = "mean" divides by the mean reward of a group, but a reward is {lowest:g}. '
-            'Return rewards of at least 0, or set scale to "group" or "none"'
-        )
     batch_divisor = 1.0
     if config.scale == "batch" and len(everything) > 1:
         batch_divisor = statistics.stdev(everything) + STD_EPSILON
@@ -132,6 +123,8 @@ def _scorable(
 
 
 def _group_advantages(rewards_G: list[float | None], config: AdvantageConfig, batch_divisor: float) -> list[float]:
+    if config.scale == "mean":  # the scorer refuses rewards below 0, except for rounding
+        rewards_G = [None if reward is None else max(reward, 0.0) for reward in rewards_G]
     if not _tells_apart(rewards_G):
         return [0.0] * len(rewards_G)
     scorable = [reward for reward in rewards_G if reward is not None]

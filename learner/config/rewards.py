@@ -22,6 +22,8 @@ OF_ENVIRONMENT = "environment_reward"
 """Built-in function that returns the environment's own reward, in which the rewards of turns are included."""
 MAX_TURNS = 8
 """Number of turns of an episode whose mean rewards are metrics of their own."""
+ROUNDING = 1e-6
+"""How far rewards that are weighted sums may be outside their range, also in float32."""
 OF_THE_RUN = frozenset({"mean", "std", "turn_mean", *(f"turn_{number}" for number in range(1, MAX_TURNS + 1))})
 """Names in reward/<name> of metrics over all functions."""
 JUDGE, PASSES_TESTS = "judge", "passes_tests"

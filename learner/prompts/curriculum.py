@@ -17,11 +17,9 @@ import msgspec
 import numpy as np
 
 from learner.config import CurriculumConfig
+from learner.config.rewards import ROUNDING
 from learner.prompts.prompts import Prompts
 from protocol.errors import DataError, RewardError
-
-ROUNDING = 1e-6
-"""How far the mean of rewards that are sums of weights may be from 0 to 1."""
 
 
 class PassRates(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,8 +81,8 @@ class Curriculum:
         easy, hard = self._num_easy(), self._num_hard()
         raise DataError(
             f"the curriculum skipped a whole data epoch: of {len(self._prompts)} prompts, {easy} are too easy and "
-            f"{hard} too hard to be sampled again; add prompts, raise learner.curriculum.easy_weight or hard_weight "
-            "above 0, or change drop_above and drop_below"
+            f"{hard} too hard to be sampled again; raise learner.curriculum.easy_weight or hard_weight above 0, or "
+            "change drop_above and drop_below, then continue with --resume"
         )
 
     def record(self, slot: int, prompt_id: int, rewards_by_function: Mapping[str, Sequence[float | None]]) -> None:

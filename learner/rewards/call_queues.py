@@ -222,7 +222,7 @@ class ConcurrentCalls:
                 job.deadline = job.started_at + job.call.timeout_s
                 self._in_flight[self._num_sent] = self._waiting.popleft()
                 failure = self._process.start_call(self._num_sent, job.call)
-            elif not job.should_repeat(failure):
+            elif failure.outcome != "killed" or not job.should_repeat(failure):
                 self._waiting.popleft().future.set_result(failure)
             if failure is not None:
                 return failure

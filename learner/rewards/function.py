@@ -88,6 +88,8 @@ class LoadedFunctions(msgspec.Struct, frozen=True):
     """Result of loading functions: the first error, or the functions' properties."""
 
     problem: str | None = None
+    is_unreachable: bool = False
+    """Whether the error means that a service, which a module calls as it is imported, is down."""
     asynchronous: frozenset[str] = frozenset()
     with_environments: frozenset[str] = frozenset()
     """Functions that ask for the environments' attributes."""
@@ -96,27 +98,24 @@ class LoadedFunctions(msgspec.Struct, frozen=True):
 
 
 def load_all(config: RewardConfig) -> LoadedFunctions:
-    """Load all functions, including what they import slowly."""
+    """Load all functions, including what they import slowly. Raises RewardError."""
     functions = config.functions
-    try:
-        if math_equivalence.__name__ in functions:  # importing sympy takes longer than an answer may
-            math_equivalence(completions=[r"\boxed{1}"], answer=["1"])
-        if judge.__name__ in functions:
-            importlib.import_module("aiohttp")  # importing it takes as long as a verdict may
-        if passes_tests.__name__ in functions and not config.unconfined_programs and (reason := why_not_confined()):
-            raise RewardError(
-                f"passes_tests cannot confine programs on this machine ({reason}). Allow unprivileged user namespaces "
-                "(docker: --security-opt seccomp=unconfined --security-opt apparmor=unconfined; Ubuntu: sysctl "
-                "kernel.apparmor_restrict_unprivileged_userns=0), or set learner.reward.unconfined_programs = true to "
-                "run programs with all of your permissions"
-            )
-        return LoadedFunctions(
-            asynchronous=frozenset(spec for spec in functions if is_asynchronous(load_function(spec))),
-            with_environments=frozenset(spec for spec in functions if names(spec, "environments")),
-            file_digests=digests_of_files(load_function(spec) for spec in functions if ":" in spec),
+    if math_equivalence.__name__ in functions:  # importing sympy takes longer than an answer may
+        math_equivalence(completions=[r"\boxed{1}"], answer=["1"])
+    if judge.__name__ in functions:
+        importlib.import_module("aiohttp")  # importing it takes as long as a verdict may
+    if passes_tests.__name__ in functions and not config.unconfined_programs and (reason := why_not_confined()):
+        raise RewardError(
+            f"passes_tests cannot confine programs on this machine ({reason}). Allow unprivileged user namespaces "
+            "(docker: --security-opt seccomp=unconfined --security-opt apparmor=unconfined; Ubuntu: sysctl "
+            "kernel.apparmor_restrict_unprivileged_userns=0), or set learner.reward.unconfined_programs = true to "
+            "run programs with all of your permissions"
         )
-    except RewardError as error:
-        return LoadedFunctions(problem=str(error))
+    return LoadedFunctions(
+        asynchronous=frozenset(spec for spec in functions if is_asynchronous(load_function(spec))),
+        with_environments=frozenset(spec for spec in functions if names(spec, "environments")),
+        file_digests=digests_of_files(load_function(spec) for spec in functions if ":" in spec),
+    )
 
 
 def is_asynchronous(function: RewardFunction) -> bool:

@@ -10,12 +10,19 @@ import threading
 from collections.abc import Awaitable
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from learner.config import RewardConfig
-from learner.rewards.call import RewardAnswer, RewardCall, UnreachableService, await_function, call_function
+from learner.rewards.call import (
+    RewardAnswer,
+    RewardCall,
+    UnreachableService,
+    await_function,
+    call_function,
+    is_unreachable,
+)
 from learner.rewards.function import LoadedFunctions, load_all
 from learner.sandbox.descendants import end_if_forked
 from learner.sandbox.process import (
@@ -38,6 +45,7 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 REPLY = msgspec.msgpack.Decoder(Reply)
+UNREACHABLE_REMEDY = "start the service that it calls, or raise learner.reward.unreachable_s"
 LOADED = msgspec.msgpack.Decoder(LoadedFunctions)
 
 
@@ -58,11 +66,7 @@ class RewardProcess(PipeProcess):
         return super().is_usable and (limit is None or self._num_calls < limit)
 
     def load(self) -> ProcessFailure | None:
-        """Wait for the imports. Return a ProcessFailure if the process was killed.
-
-        Raises:
-            RewardError: A function cannot be imported.
-        """
+        """Wait for the imports. Return a ProcessFailure if a function cannot be imported."""
         if self.loaded is not None:
             return None
         loaded = self.answer(LOADED, STARTUP_TIMEOUT_S, STARTUP_REMEDY)
@@ -70,9 +74,13 @@ class RewardProcess(PipeProcess):
             if loaded.outcome == "killed":
                 return loaded
             functions = ", ".join(self._config.functions)
-            raise RewardError(f"a process that imported learner.reward.functions ({functions}) {loaded.message}")
+            problem = f"a process that imported learner.reward.functions ({functions}) {loaded.problem}"
+            return ProcessFailure("failed", f"cannot be loaded: {problem}", loaded.remedy)
         if loaded.problem:
-            raise RewardError(loaded.problem)
+            self.kill()
+            outcome: Literal["unreachable", "failed"] = "unreachable" if loaded.is_unreachable else "failed"
+            remedy = UNREACHABLE_REMEDY if loaded.is_unreachable else ""
+            return ProcessFailure(outcome, f"cannot be loaded: {loaded.problem}", remedy)
         self.user_files.compare(loaded.file_digests)
         self.loaded = loaded
         return None
@@ -114,8 +122,7 @@ def answer_of(reply: Reply, config: RewardConfig) -> RewardAnswer | ProcessFailu
         case RewardAnswer() as answer:
             return answer
         case UnreachableService(problem):
-            remedy = "start the service that it calls, or raise learner.reward.unreachable_s"
-            return ProcessFailure("unreachable", problem, remedy)
+            return ProcessFailure("unreachable", problem, UNREACHABLE_REMEDY)
         case None:
             problem = f"did not return within {config.timeout_s:g} s and was canceled"
             return ProcessFailure("timed_out", problem, "make it faster or raise learner.reward.timeout_s")
@@ -127,7 +134,10 @@ def answer_of(reply: Reply, config: RewardConfig) -> RewardAnswer | ProcessFailu
 def serve(pipe: Connection, config: RewardConfig) -> None:
     """Import the functions, then answer calls until the learner is gone."""
     owner = os.getpid()
-    loaded = load_all(config)
+    try:
+        loaded = load_all(config)
+    except RewardError as error:
+        loaded = LoadedFunctions(problem=str(error), is_unreachable=is_unreachable(error))
     end_if_forked(owner)
     pipe.send_bytes(msgspec.msgpack.encode(loaded))
     # As in TRL, one event loop for the life of the process. A client made in one call works in the next.

@@ -16,7 +16,7 @@ import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from learner.config import LearnerConfig, RewardConfig
-from learner.config.rewards import OVERLONG
+from learner.config.rewards import OVERLONG, ROUNDING
 from learner.environments.episode import REWARDED, Episode, TokenSequence
 from learner.prompts.prompts import Prompt
 from learner.prompts.reasoning import texts_of
@@ -45,12 +45,14 @@ class Scorer:
         """Call the reward functions, which see the step, and add the overlong penalty.
 
         Raises:
-            RewardError: A function fails too often.
+            RewardError: A function fails too often, or a reward is negative with learner.advantage.scale = "mean".
         """
         if not self._config.reward.functions:  # on-policy distillation
             return GroupRewards(rewards=[0.0] * len(episodes_G), functions=[])
         rewards = await self.rate(prompt, episodes_G, TrainerState(global_step=step, max_steps=self._config.steps))
         self._failures.record(rewards)
+        if self._config.advantage.scale == "mean":
+            _require_positive(rewards, self._config)
         config = self._config.reward
         if config.overlong_buffer_tokens is None:
             return rewards
@@ -83,6 +85,21 @@ class Scorer:
         token_ids: list[Sequence[int]] = [array("i", episode.branches[-1].token_ids.tolist()) for episode in episodes]
         skips = self._config.reward.skip_special_tokens
         return [text for one in token_ids for text in texts_of(self._tokenizer, [list(one)], skips)], token_ids
+
+
+def _require_positive(rewards: GroupRewards, config: LearnerConfig) -> None:
+    """Raise RewardError if a mean of these rewards could be negative, before the ledger keeps them."""
+    rewards_by_name = {"the total reward of a completion": rewards.rewards}
+    if config.advantage.combine != "sum":
+        weights = config.reward.weight_by_name
+        rewards_by_name = {f"a reward of {name}": of for name, of in rewards.by_function.items() if weights[name] != 0}
+    for name, values in rewards_by_name.items():
+        lowest = min((value for value in values if value is not None), default=0.0)
+        if lowest < -ROUNDING:
+            raise RewardError(
+                f'{name} is {lowest:g}, but learner.advantage.scale = "mean" divides by the mean reward of a group. '
+                "Return rewards of at least 0, then continue with --resume"
+            )
 
 
 class RewardFailures:
@@ -129,7 +146,7 @@ class RewardFailures:
                 self._returned_none.add(function.name)
                 log.warning(
                     "reward function %s returned None for %d of %d completions that other functions scored; they have "
-                    'no reward. Set learner.reward.on_none = "skip" to add up the others instead',
+                    'no reward. To add up the others instead, start a new run with learner.reward.on_none = "skip"',
                     function.name, num_taken, len(function.rewards),
                 )  # fmt: skip
 

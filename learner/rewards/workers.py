@@ -131,8 +131,9 @@ class RewardWorkers:
         """Start the processes together and load the functions. A killed process is replaced at its first call."""
         processes = [self._pool.start() for _ in range(self._config.num_workers)]
         failures = [process.load() for process in processes]
-        if None not in failures and (killed := failures[0]):
-            raise RewardError(f"every process for learner.reward.functions {killed.message}")
+        for failure in failures:
+            if failure is not None and (failure.outcome != "killed" or None not in failures):
+                raise RewardError(f"learner.reward.functions {failure.message}")
         return processes
 
     def __enter__(self) -> "RewardWorkers":

@@ -196,6 +196,8 @@ class Ledger:
                 "model is the model/ of the checkpoint"
             )
         kept = self._payloads.numbers()
+        from_model = f"resume from the newest one, or start a new run whose model is the model/ of that of step {step}"
+        remedy = from_model if step else "restore the checkpoints of this run, or start a new one in another run_dir"
         with self._transaction():
             later = "state = 'consumed' AND step > ?"
             for group_id, its_step, file in self._all(
@@ -204,9 +206,7 @@ class Ledger:
                 if file not in kept:
                     raise LedgerError(
                         f"{self.path}: cannot go back to step {step}: the payload of group {group_id}, consumed at "
-                        f"step {its_step}, was removed because later checkpoints do not need it; resume from the "
-                        "newest checkpoint, or start a new run whose model is the model/ of the checkpoint of step "
-                        f"{step}"
+                        f"step {its_step}, was removed because later checkpoints do not need it; {remedy}"
                     )
             self._db.execute(
                 f"UPDATE groups SET state = 'scored', step = NULL, staleness = NULL, consumed_at = NULL WHERE {later}",

@@ -89,7 +89,7 @@ class RolloutBuffer:
         self._wait_times = WaitTimes()
         self._auto_staleness = AutoStaleness(config)
         self._num_given_up = 0
-        """Number of prompts that were given up since the last group that was accepted."""
+        """Number of prompts that were given up since the last group that was scored."""
         self._max_running = math.inf
         """Number of groups that the servers can generate at once."""
         self._taken_at = time.monotonic()
@@ -206,6 +206,7 @@ class RolloutBuffer:
         """
         with self._changed:
             with self._ledger.batch():
+                self._num_given_up = 0
                 for group, prompt_id, rewards in scored:
                     self._ledger.score(group.group_id, rewards.to_json(), rewards.mean)
                     self._curriculum.record(group.slot, prompt_id, rewards.by_function)
@@ -214,7 +215,6 @@ class RolloutBuffer:
                     if self._selection.accepts(group, num_replaced):
                         slot = self._slots[group.slot]
                         slot.state, slot.group = "scored", group
-                        self._num_given_up = 0
                     else:
                         self._ledger.drop(group.group_id, "no_signal")
                         del self._slots[group.slot]

@@ -26,8 +26,8 @@ from protocol.errors import (
     PushError,
     PushIncomplete,
     PushInterrupted,
+    ScoringFailed,
     ServerLost,
-    SlipstreamError,
 )
 from protocol.messages import (
     Ack,
@@ -314,7 +314,7 @@ class ServerLink:
         Raises:
             ServerLost: The server went away before it scored.
             DeadlineExceeded: The server did not score within `timeout_s`.
-            SlipstreamError: The server cannot score the sequence.
+            ScoringFailed: The server cannot score the sequence.
         """
         connection = self._connection
         request = Score(
@@ -338,7 +338,7 @@ class ServerLink:
             self._scores.pop(request.request_id, None)
         scores = waiting.result()
         if scores.error is not None:
-            kind = ServerLost if self._is_gone(connection) else SlipstreamError
+            kind = ServerLost if self._is_gone(connection) else ScoringFailed
             raise kind(f"the server at {self.endpoint} cannot score {len(token_ids)} tokens: {scores.error}")
         return scores
 

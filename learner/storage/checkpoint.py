@@ -188,13 +188,19 @@ def load_checkpoint(trainer: PolicyTrainer, checkpoint: Path) -> CheckpointState
                 trainer.reference.load(checkpoint / REFERENCE, policy, state.reference)
         load_accelerator_state(str(checkpoint), [], [], [], [], accelerator.process_index)
     except (OSError, RuntimeError) as error:
-        raise ConfigError(
-            f"{checkpoint} cannot be read ({error}); remove it, then --resume continues from the previous checkpoint"
-        ) from error
+        raise ConfigError(f"{checkpoint} cannot be read ({error}) {_way_around(checkpoint)}") from error
     trainer.kl_coef = state.kl_coef
     trainer.entropy = state.entropy or trainer.entropy
     log.info("resumed from %s", checkpoint)
     return state
+
+
+def _way_around(checkpoint: Path) -> str:
+    """Return how the run goes on without a damaged checkpoint."""
+    earlier = [one for one in complete_checkpoints(checkpoint.parent) if step_of(one) < step_of(checkpoint)]
+    if earlier:
+        return f"but is the newest. Move it out of {checkpoint.parent}, then --resume continues from {earlier[-1].name}"
+    return f"and is the oldest complete one. Start a new run from its model: --model {checkpoint / 'model'}"
 
 
 def require_same_model(policy: PreTrainedModel, model_path: Path, model_digest: str, checkpoint: Path) -> None:

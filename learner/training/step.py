@@ -104,7 +104,8 @@ def advantages(groups: list[RolloutGroup], config: LearnerConfig) -> AdvantagesB
         raise ConfigError(
             f"learner.advantage.function = {function!r} returned different advantages for the turns of an episode, but "
             f'the ratio of learner.loss.objective = "{config.loss.objective}" covers the whole completion, so it would '
-            "spread each of them over all turns; choose another objective, or return one number for each completion"
+            "spread each of them over all turns; return one number for each completion, then continue with --resume, or "
+            "choose another objective in a new run"
         )
     return found
 
@@ -181,9 +182,9 @@ def _skip(trainer: PolicyTrainer, version: int, grad_norm: float) -> None:
     if trainer.num_skipped_in_a_row >= limit:
         raise NotFiniteError(
             f"step {version + 1}: {reason}, {limit} times in a row (learner.optimizer.max_skipped_updates). All these "
-            "updates were skipped, and the checkpoints are intact. Lower learner.optimizer.learning_rate, set "
-            'learner.off_policy_correction if policy/ratio_max grew before, or try dtype = "float32"; then continue '
-            "with --resume"
+            "updates were skipped, and the checkpoints are intact. Lower learner.optimizer.learning_rate, or set "
+            "learner.off_policy_correction if policy/ratio_max grew before, then continue with --resume; or start a new "
+            'run with dtype = "float32"'
         )
     if trainer.accelerator.is_main_process:
         log.warning(

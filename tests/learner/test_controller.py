@@ -9,7 +9,7 @@ import pytest
 
 from learner.controller import Controller
 from learner.run_inputs import RunInputs
-from protocol.errors import ConfigError, DeadlineExceeded
+from protocol.errors import ConfigError, DeadlineExceeded, ScoringFailed
 from tests.learner.runs import make_run
 
 
@@ -71,6 +71,24 @@ def test_a_server_that_is_lost_before_its_parity_is_measured_is_synced_again(tmp
     fleet = SimpleNamespace(is_several=False, is_quantized=None)
     assert Controller(**parts_of(tmp_path, fleet=fleet, weight_sync=sync))._sync([lost], 1) is None
     assert failed == [lost]
+
+
+def test_a_server_that_cannot_score_is_excluded_and_the_others_stay(tmp_path: Path) -> None:
+    broken: Any = Server()
+    members = [broken, Server("tcp://b:1")]
+    excluded: list[tuple[Any, Exception]] = []
+
+    def measure(member: Any, version: int) -> float:
+        if member is broken:
+            raise ScoringFailed("cannot score 3 tokens")
+        return 0.5
+
+    sync = SimpleNamespace(send=lambda version, due: None, holders=lambda version: members)
+    fleet = SimpleNamespace(is_several=True, is_quantized=None, exclude=lambda *one: excluded.append(one))
+    parity = SimpleNamespace(measure=measure)
+    assert Controller(**parts_of(tmp_path, fleet=fleet, parity=parity, weight_sync=sync))._sync(members, 1) == 0.5
+    ((member, error),) = excluded
+    assert member is broken and str(error) == "cannot score 3 tokens"
 
 
 def test_an_interrupt_ends_the_wait_for_a_lost_server_of_the_policy_or_the_reference(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from learner.algorithm.advantages import combined_advantages, has_signal, step_advantages
 from learner.config import AdvantageConfig
-from protocol.errors import ConfigError
 
 REWARDS_P_G = [[1.0, 0.0, 1.0, 0.0], [3.0, 1.0, 2.0], [0.5, 0.5, 0.5]]
 
@@ -66,9 +65,11 @@ def test_the_expected_gradient_of_mean_scale_is_that_of_a_truncated_log_likeliho
         assert abs(found / expected - 1) < 1e-12
 
 
-def test_mean_scale_refuses_negative_rewards() -> None:
-    with pytest.raises(ConfigError, match=r'scale = "mean" divides by the mean .* a reward is -0\.5\. Return rewards'):
-        step_advantages([[1.0, -0.5]], AdvantageConfig(scale="mean"))
+@pytest.mark.parametrize(("rewards_G", "expected"), [([1.0, 1 - 0.9 - 0.1], [1.0, -1.0]), ([0.0, -7.4e-9], [0.0, 0.0])])
+def test_mean_scale_takes_a_reward_that_is_negative_by_rounding_as_0(
+    rewards_G: list[float | None], expected: list[float]
+) -> None:
+    assert step_advantages([rewards_G], AdvantageConfig(scale="mean")) == [expected]
 
 
 @given(st.lists(st.lists(st.one_of(st.none(), st.floats(-1e3, 1e3)), min_size=1, max_size=6), min_size=1, max_size=5))

@@ -20,6 +20,7 @@ from learner.rewards.call_queues import Job, SerialCalls
 from learner.rewards.function import load_all
 from learner.rewards.workers import RewardWorkers
 from learner.sandbox.process import ProcessFailure
+from protocol.errors import RewardError
 from tests.learner.rewards.scored_groups import DEADLINE_S, prompt
 from tests.waiting import until
 
@@ -267,12 +268,12 @@ def test_programs_run_from_any_thread():
 
 def test_a_run_without_confinement_must_accept_unconfined_programs(monkeypatch):
     monkeypatch.setattr(function, "why_not_confined", lambda: "unshare: Operation not permitted")
-    problem = load_all(CONFIG).problem or ""
-    assert "(unshare: Operation not permitted)" in problem and "learner.reward.unconfined_programs = true" in problem
+    with pytest.raises(RewardError, match=r"\(unshare: Op.* not permitted\).*\.unconfined_programs = true"):
+        load_all(CONFIG)
     accepts = RewardConfig(functions=("passes_tests",), unconfined_programs=True)
-    assert load_all(accepts).problem is None
+    assert load_all(accepts)
     assert passes_tests([RIGHT, "while True: pass"], [TESTS] * 2, 4.0, accepts) == [1.0, 0.0]
-    assert load_all(RewardConfig(functions=("exact_match",))).problem is None
+    assert load_all(RewardConfig(functions=("exact_match",)))
 
 
 class LatePool:

@@ -23,6 +23,7 @@ from learner.rewards.workers import FunctionRewards, GroupRewards, RewardWorkers
 from protocol.errors import RewardError
 from tests.learner.environments.template_families import chat_of
 from tests.learner.rewards.scored_groups import DEADLINE_S, prompt, score
+from tests.waiting import until
 
 USER = "tests.learner.rewards.user_rewards"
 ASYNCHRONOUS = "tests.learner.rewards.async_rewards"
@@ -228,6 +229,26 @@ def test_functions_that_fail_to_load_are_errors_at_the_start(tmp_path):
     (tmp_path / "large.py").write_text("import time\nx = bytearray(b'x') * (400 << 20)\ntime.sleep(600)\n")
     with pytest.raises(RewardError, match=r"imported.*large\.py:f\) used more than 150 MiB"):
         RewardWorkers(RewardConfig(functions=(f"{tmp_path}/large.py:f",), max_memory_mib=150))
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_service_that_is_down_while_a_replaced_process_imports_costs_time_but_no_group(tmp_path, caplog, kind):
+    down, module = tmp_path / "down", tmp_path / "has_client.py"
+    module.write_text(
+        f"import os, socket\nif os.path.exists({str(down)!r}):\n    socket.create_connection(('127.0.0.1', 9))\n"
+        f"{kind} f(completions, **kwargs):\n    return [1.0] * len(completions)\n"
+    )
+    with RewardWorkers(RewardConfig(functions=(f"{module}:f",), calls_per_worker=1)) as workers:
+        assert workers.submit(prompt(), ["a"], [[1]]).result(DEADLINE_S).rewards == [1.0]
+        down.touch()
+        delayed = workers.submit(prompt(), ["a"], [[1]])
+        until(lambda: "cannot reach its service" in caplog.text)
+        down.unlink()
+        assert delayed.result(DEADLINE_S).rewards == [1.0]
+        module.write_text("1 / 0")
+        (failed,) = workers.submit(prompt(), ["a"], [[1]]).result(DEADLINE_S).functions
+    assert failed.outcome == "failed" and "cannot be loaded: reward function" in failed.message
+    assert "ZeroDivisionError" in failed.message
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ class RecordingWorkers:
     texts: list[str]
     state: TrainerState
     token_ids: list[Sequence[int]]
+    rewards: GroupRewards | None = None
 
     def submit(
         self, prompt: Prompt, texts_G: list[str], token_ids_G: list[Sequence[int]], state: TrainerState,
@@ -42,7 +43,7 @@ class RecordingWorkers:
     ) -> "Future[GroupRewards]":  # fmt: skip
         self.texts, self.state, self.token_ids = texts_G, state, token_ids_G
         future: Future[GroupRewards] = Future()
-        future.set_result(GroupRewards(rewards=[0.0] * len(texts_G), functions=[]))
+        future.set_result(self.rewards or GroupRewards(rewards=[0.0] * len(texts_G), functions=[]))
         return future
 
 
@@ -88,6 +89,53 @@ def test_waiting_groups_are_decoded_outside_the_event_loop_and_take_few_bytes_a_
     assert names and all(name.startswith("tokenizer") for name in names)
     assert [list(ids) for ids in workers.token_ids] == [[1] * 1000, [1, 1]]
     assert sys.getsizeof(workers.token_ids[0]) < 5000
+
+
+def score_pair(tmp_path: Path, rewards: GroupRewards, **advantage: str) -> GroupRewards:
+    """Score a group of two completions whose functions return these rewards."""
+    config = msgspec.structs.replace(
+        make_run(tmp_path, "tcp://127.0.0.1:1").learner,
+        reward=RewardConfig(functions=("m:right", "m:penalty", "m:logged"), weights=(1.0, 1.0, 0.0)),
+        advantage=AdvantageConfig(**advantage),  # type: ignore[arg-type]
+    )
+    completion = Completion(
+        token_ids=np.ones(2, np.int32), behavior_logprobs=np.zeros(2, np.float32), versions=[(0, 2)],
+        finish_reason="stop"
+    )  # fmt: skip
+    workers = RecordingWorkers()
+    workers.rewards = rewards
+    scorer = Scorer(config, load_tokenizer(resolve_model("tiny:digits")), workers)  # type: ignore[arg-type]
+    group = Group(group_id="0.0", entered_version=0, completions=[completion, completion])
+    return asyncio.run(scorer.score(prompt(), episodes_of(group), step=2))
+
+
+@pytest.mark.parametrize(
+    ("total", "penalty", "combine", "message"),
+    [
+        ([1.0, -0.5], [0.0, -1.5], "sum", r"the total reward of a completion is -0\.5, .*--resume"),
+        ([1.0, -0.5], [0.0, -1.5], "normalize_then_sum", r"a reward of penalty is -1\.5, .*--resume"),
+        ([1.0, 0.5], [0.0, -0.5], "sum", None),
+        ([1.0, -2.8e-17], [0.0, -1.0], "sum", None),
+        ([1.0, None], [0.0, None], "normalize_then_sum", None),
+    ],
+)
+def test_a_negative_reward_that_a_mean_cannot_divide_is_refused_before_its_group_is_scored(
+    tmp_path: Path, total: list[float | None], penalty: list[float | None], combine: str, message: str | None
+) -> None:
+    rewards = GroupRewards(
+        rewards=total,
+        functions=[
+            FunctionRewards(name="right", rewards=[1.0, 1.0]),
+            FunctionRewards(name="penalty", rewards=penalty),
+            FunctionRewards(name="logged", rewards=[-1.0, -1.0]),
+        ],
+    )
+    assert score_pair(tmp_path, rewards, scale="group", combine=combine) == rewards
+    if message is None:
+        assert score_pair(tmp_path, rewards, scale="mean", combine=combine) == rewards
+    else:
+        with pytest.raises(RewardError, match=message):
+            score_pair(tmp_path, rewards, scale="mean", combine=combine)
 
 
 def branch(num_tokens: int, finish_reason: str = "stop") -> TokenSequence:
@@ -198,7 +246,7 @@ def test_a_none_that_removes_a_reward_is_logged_once(caplog: pytest.LogCaptureFi
             failures.record(rewards)
     (line,) = caplog.messages
     assert line.startswith("reward function f returned None for 1 of 3 completions that other functions scored")
-    assert 'Set learner.reward.on_none = "skip"' in line
+    assert 'start a new run with learner.reward.on_none = "skip"' in line
 
 
 def test_a_none_that_removes_no_reward_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:

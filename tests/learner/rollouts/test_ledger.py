@@ -140,7 +140,7 @@ def test_payloads_that_no_resume_needs_are_removed_and_a_rewind_beyond_them_is_r
     with pytest.raises(LedgerError, match=r"group 0\.0 is consumed and has no payload"):
         ledger.payload("0.0")
     ledger.rewind(1)
-    with pytest.raises(LedgerError, match="resume from the newest checkpoint"):
+    with pytest.raises(LedgerError, match="restore the checkpoints of this run"):
         ledger.rewind(0)
     assert ledger.payload("1.0") == b"bytes of 1.0"
 

@@ -15,7 +15,7 @@ from learner.rollouts.slot_order import SlotOrder
 from learner.run_inputs import RunInputs
 from protocol.errors import DataError
 from tests.learner.ledgers import receive
-from tests.learner.rollouts.scored_groups import receive_and_score
+from tests.learner.rollouts.scored_groups import NO_SIGNAL, receive_and_score
 from tests.learner.runs import make_run
 
 NUM_CONSUMED, NUM_KEPT = 12, 8
@@ -137,6 +137,19 @@ def test_a_run_ends_when_many_prompts_in_a_row_fail_and_tries_the_last_one_again
         with pytest.raises(DataError, match=r"20 prompts in a row failed 1 times each .*\(env_error\).*--resume"):
             buffer.retry(request.group_id, "env_error", 1)
         assert states(ledger)[request.group_id] == "admitted"
+
+
+def test_a_group_without_signal_is_no_failed_prompt(tmp_path: Path) -> None:
+    with a_buffer(tmp_path, max_group_attempts=1, dynamic_sampling=True, max_resamples=99) as (buffer, ledger):
+        request = buffer.pending("0.0")
+        for _ in range(2):
+            for _ in range(MAX_GIVEN_UP - 1):
+                assert request is not None and buffer.retry(request.group_id, "env_error", 0) is None
+                (request,) = buffer.admit(0)
+            assert request is not None and buffer.receive(request.group_id) is not None
+            buffer.record_scores([receive_and_score(ledger, request, 0, NO_SIGNAL)])
+            assert states(ledger)[request.group_id] == "dropped"
+            (request,) = buffer.admit(0)
 
 
 def test_a_stale_group_is_requested_again_and_does_not_count_as_a_failure(tmp_path: Path) -> None:

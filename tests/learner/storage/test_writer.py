@@ -237,7 +237,10 @@ def test_a_fixed_reference_is_one_shared_file_that_outlives_the_first_checkpoint
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("trained/index.json", r"step-000001 cannot be read \(.*\); remove it, then --resume continues"),
+        (
+            "trained/index.json",
+            r"step-000001 cannot be read \(.*\) and is the oldest .* new run from its model: --model \S*/step-000001/model",
+        ),
         ("trained/__0_0.distcp", r"step-000001 cannot be read"),
         ("reference/__0_0.distcp", r"step-000001 cannot be read"),
         ("trained", r"earlier version of Slipstream.*--model \S*/step-000001/model"),
@@ -254,6 +257,17 @@ def test_a_damaged_or_outdated_checkpoint_is_rejected_with_a_remedy(
         path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(ConfigError, match=message):
         load_checkpoint(trainer, tmp_path / "step-000001")
+
+
+def test_a_damaged_checkpoint_is_moved_away_if_the_run_has_an_earlier_one(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
+    trainer = a_trainer(accelerator)
+    for step in (1, 2):
+        checkpoint = checkpoints.save(trainer, tmp_path, step)
+    (checkpoint / "trained" / "index.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"Move it out of \S+, then --resume continues from step-000001"):
+        load_checkpoint(trainer, checkpoint)
 
 
 def test_another_policy_is_rejected_with_the_name_of_a_parameter(accelerator: Accelerator, tmp_path: Path) -> None:
