@@ -78,6 +78,31 @@ def test_an_evaluation_is_compared_per_prompt_with_the_previous_comparable_one(
     assert "difference to policy versions 3 to 4: 0.2  [-" in expected and "by policy versions 7 to 8" in expected
 
 
+@pytest.mark.parametrize(
+    ("functions", "flags", "is_comparable"),
+    [
+        (("exact_match",), ("--learner.evaluation.url", "http://elsewhere/v1"), True),
+        (("exact_match",), ("--learner.reward.skip-special-tokens", "False"), False),
+        (("exact_match",), ("--learner.reward.on-none", "skip"), False),
+        (("first.py:score",), ("--learner.reward.functions", "second.py:score"), False),
+        (("judge",), ("--learner.reward.judge.url", "http://elsewhere/v1"), True),
+        (("judge",), ("--learner.reward.judge.model", "large"), False),
+        (("judge",), ("--learner.reward.judge.prompt", "Rate {completion} from 10 to 0."), False),
+        (("judge",), ("--learner.reward.judge.max-tokens", "7"), False),
+    ],
+)
+def test_evaluations_that_another_grader_scored_are_not_comparable(
+    tmp_path: Path, functions: tuple[str, ...], flags: tuple[str, ...], is_comparable: bool
+) -> None:
+    judge = ("--learner.reward.judge.url", "http://judge/v1") if "judge" in functions else ()
+
+    def digest_with(*flags: str) -> str:
+        run = a_run(tmp_path, None, "--learner.reward.functions", *functions, *judge, *flags)
+        return sets_of(RunInputs(run))[0].digest
+
+    assert (digest_with() == digest_with(*flags)) is is_comparable
+
+
 def test_weights_that_no_run_has_updated_are_named_as_their_model(tmp_path: Path, openai: OpenAIServer) -> None:
     openai.num_untrained = 20
     evaluate(a_run(tmp_path, openai))
