@@ -72,17 +72,37 @@ def test_a_split_of_a_saved_dataset_dict_and_a_directory_of_data_files_can_be_na
     with pytest.raises(DataError, match=r"no split 'dev'; its splits are: train, test"):
         Prompts(DataConfig(dataset=str(tmp_path / "saved"), split="dev"), tokenizer, 0)
 
+    saved["train"].save_to_disk(str(tmp_path / "unnamed"))
+    assert len(Prompts(DataConfig(dataset=str(tmp_path / "unnamed"), split="any"), tokenizer, 0)) == 1
+
     (tmp_path / "files").mkdir()
     write_jsonl(tmp_path / "files" / "train.jsonl", splits["test"])
     assert len(Prompts(DataConfig(dataset=str(tmp_path / "files")), tokenizer, 0)) == 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"split": "validation"}, "no split 'validation'; its splits are: train. Set"),
+        ({"dataset_config": "main"}, r"dataset_config = 'main' selects nothing .* unset dataset_config"),
+        ({"revision": "abc"}, r"revision = 'abc' selects nothing .* unset revision"),
+    ],
+)
+def test_a_saved_split_is_no_other_part_of_its_dataset(tokenizer, tmp_path, keys, message):
+    import datasets
+
+    saved = str(tmp_path / "saved")
+    datasets.Dataset.from_list([{"prompt": "1"}], split="train").save_to_disk(saved)
+    assert len(Prompts(DataConfig(dataset=saved), tokenizer, 0)) == 1
+    with pytest.raises(DataError, match=message):
+        Prompts(DataConfig(dataset=saved, **keys), tokenizer, 0)
 
 
 def test_a_number_of_prompts_takes_the_first(tokenizer, sources):
     for source in sources([{"prompt": str(i)} for i in range(6)]):
         prompts = all_of(Prompts(DataConfig(**source, num_prompts=2), tokenizer, 0))
         assert [prompt.prompt for prompt in prompts] == ["0", "1"]
-        with pytest.raises(DataError, match=r"num_prompts = 9, but .* has 6 prompts"):
-            Prompts(DataConfig(**source, num_prompts=9), tokenizer, 0)
+        assert len(Prompts(DataConfig(**source, num_prompts=9), tokenizer, 0)) == 6
 
 
 def test_a_line_separator_inside_a_text_does_not_split_a_line(of_rows):
