@@ -49,8 +49,8 @@ class DataConfig(Section):
     leaves no room for max_tokens in the server's context is an error."""
     overlong_prompts: Literal["error", "drop", "truncate"] = "error"
     """Handling of prompts above max_prompt_tokens. error: an error; drop: left out; truncate: sampled
-    without their first tokens, while reward functions see the whole prompt. Their number is logged at the
-    start and shown in the report."""
+    without their first tokens, while reward functions see the whole prompt; not for conversations with an
+    environment, nor for agents. Their number is logged at the start and shown in the report."""
     num_workers: MayChange[AtLeastOne[int]] = 1
     """Number of processes that tokenize a file or dataset when it is first read. Later starts reuse the cache
     of `datasets` (HF_DATASETS_CACHE)."""

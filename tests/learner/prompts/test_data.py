@@ -1,6 +1,7 @@
 """Prompts: every source, plain and conversational, once per data epoch, with actionable errors."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -280,6 +281,22 @@ def test_texts_and_conversations_are_not_mixed_in_a_run_with_an_environment(tmp_
             with pytest.raises(DataError, match="row 1 is a conversation; expected prompts of one kind with"):
                 inputs.prompts  # noqa: B018
         else:
+            assert len(inputs.prompts) == 2
+
+
+def test_a_prompt_that_later_turns_render_again_is_not_truncated(tmp_path):
+    long = {"role": "user", "content": "1234567890"}
+    for environment, prompt, is_refused in (
+        ({"tools": ["tests.learner.environments.trl_examples:multiply"]}, [long], True),
+        ({"factory": "guess"}, long["content"], False),
+        ({"agent": "m:f"}, long["content"], True),
+        ({}, [long], False),
+    ):
+        data = {"path": write_jsonl(tmp_path / "long.jsonl", [{"prompt": prompt, "secret": 1}] * 2)}
+        data |= {"overlong_prompts": "truncate", "max_prompt_tokens": 6}
+        inputs = RunInputs(make_run(tmp_path, "tcp://a:1", data=data, environment=environment))
+        inputs.tokenizer.chat_template = CHAT_TEMPLATE
+        with pytest.raises(DataError, match=r"2 of 2 prompts have more than .* = 6") if is_refused else nullcontext():
             assert len(inputs.prompts) == 2
 
 
