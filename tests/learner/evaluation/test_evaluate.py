@@ -325,11 +325,30 @@ def test_the_evaluation_url_follows_the_address_of_the_server(tmp_path: Path) ->
     assert url_of(nodes + '[server]\nhttp_host = "10.0.0.5"') == "http://10.0.0.5:8000/v1"
     assert url_of('[server]\nhttp_host = "[::1]"') == "http://[::1]:8000/v1"
     assert url_of("", "--learner.evaluation.url", "http://judge/v1") == "http://judge/v1"
-    every_2 = ("--learner.evaluation.every-steps", "2")
-    with pytest.raises(ConfigError, match=r"every_steps = 2 with server.http_port = 0"):
-        url_of("[server]\nhttp_port = 0", *every_2)
-    with pytest.raises(ConfigError, match=r"endpoints_from = 'dns:nodes:5757'.* Set learner.evaluation.url"):
-        url_of('endpoints_from = "dns:nodes:5757"\ninsecure = true', *every_2)
+
+
+@pytest.mark.parametrize("every_steps", [0, 2])
+@pytest.mark.parametrize(
+    ("section", "flags", "message"),
+    [
+        ("[server]\nhttp_port = 0", (), r"server\.http_port = 0: .* Set server\.http_port, or"),
+        (
+            "",
+            ("--endpoints-from", "dns:nodes:5757", "--insecure"),
+            "'dns:nodes:5757': the servers of the run may change",
+        ),
+    ],
+)
+def test_an_evaluation_without_a_known_server_is_refused(
+    tmp_path: Path, section: str, flags: tuple[str, ...], message: str, every_steps: int
+) -> None:
+    recipe = Path(write_task(tmp_path))
+    recipe.write_text(f"{recipe.read_text()}\n{section}\n")
+    arguments = [str(recipe), *flags, "--learner.evaluation.every-steps", str(every_steps)]
+    url = ("--learner.evaluation.url", "http://127.0.0.1:1/v1")
+    assert load_config(LearnerRun, [*arguments, *url], "learner train").evaluation_url == url[1]
+    with pytest.raises(ConfigError, match=rf"learner\.evaluation\.url is unset with .*{message}"):
+        evaluate(load_config(LearnerRun, arguments, "learner train"))
 
 
 def test_the_command_prints_a_table_or_json(tmp_path: Path, openai: OpenAIServer) -> None:
