@@ -96,6 +96,8 @@ class RunInputs:
         check_calls(prompts.template)  # fails early too
         if environment.is_used and not is_for_agents:
             prompts.check_one_kind(environment.named)
+        if is_for_agents or (environment.is_used and prompts.are_conversations):
+            prompts.check_whole(environment.named)
         return prompts
 
     def tools(self) -> list[dict[str, Any]]:

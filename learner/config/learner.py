@@ -180,26 +180,26 @@ class LearnerRun(SharedConfig):
 
     @property
     def evaluation_url(self) -> str:
-        """URL of the server that evaluations use."""
+        """URL of the server that evaluations use. Raises ConfigError if none is known."""
+        if self.learner.evaluation.url is not None:
+            return self.learner.evaluation.url
+        if self.server.get("http_port") == 0:
+            raise ConfigError(
+                "learner.evaluation.url is unset with server.http_port = 0: an evaluation sends its requests to the "
+                "server over HTTP. Set server.http_port, or learner.evaluation.url"
+            )
+        if self.endpoints_from is not None:
+            raise ConfigError(
+                f"learner.evaluation.url is unset with endpoints_from = {self.endpoints_from!r}: the servers of the "
+                "run may change, so no server for evaluations is known. Set learner.evaluation.url"
+            )
         host = str(self.server.get("http_host", "127.0.0.1")).strip("[]")
         if host in ("0.0.0.0", "::"):
             host, _ = split_endpoint(self.servers[0])
         port = self.server.get("http_port", DEFAULT_HTTP_PORT)
-        return self.learner.evaluation.url or f"http://{join_address(host, port)}/v1"
+        return f"http://{join_address(host, port)}/v1"
 
     def check(self) -> None:
-        evaluation = self.learner.evaluation
-        if evaluation.every_steps and evaluation.url is None and self.server.get("http_port") == 0:
-            raise ConfigError(
-                f"learner.evaluation.every_steps = {evaluation.every_steps} with server.http_port = 0: an evaluation "
-                "sends its requests to the server over HTTP. Set server.http_port, or every_steps = 0"
-            )
-        if evaluation.every_steps and evaluation.url is None and self.endpoints_from is not None:
-            raise ConfigError(
-                f"learner.evaluation.every_steps = {evaluation.every_steps} with endpoints_from = "
-                f"{self.endpoints_from!r}: the servers of the run may change, so no server for evaluations is known. "
-                "Set learner.evaluation.url"
-            )
         sources = {
             "endpoint": self.endpoint if self.endpoint != DEFAULT_ENDPOINT else None,
             "endpoints": list(self.endpoints) or None,
@@ -210,6 +210,8 @@ class LearnerRun(SharedConfig):
             raise ConfigError(
                 f"{' and '.join(keys)} are set, but each defines the servers of the run; keep one of them"
             )
+        if self.learner.evaluation.every_steps:
+            _ = self.evaluation_url
         if self.learner.reference.endpoint in self.servers:
             raise ConfigError(
                 f'learner.reference.endpoint = "{self.learner.reference.endpoint}" is a server of the run, which has '

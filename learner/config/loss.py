@@ -76,8 +76,8 @@ class LossConfig(Section):
     parameters: Annotated[dict[str, float], PASSED_ON, tyro.conf.Suppress] = msgspec.field(default_factory=dict)
     """Parameters that your own objective declares (docs/custom-losses.md), as in `parameters = {width = 0.2}`."""
     mask_truncated: bool = False
-    """Whether to exclude completions that reached max_tokens from the loss and from its normalization. They
-    stay in the baseline (DAPO's overlong filtering)."""
+    """Whether to exclude completions that reached max_tokens, and whole episodes that end so, from the loss and
+    from its normalization. They stay in the baseline (DAPO's overlong filtering)."""
     entropy_coef: NotNegative[float] = 0.0
     """Weight of the entropy bonus, the mean entropy of the trained tokens. With entropy_target, the
     value from which it is adapted."""

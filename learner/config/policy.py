@@ -122,7 +122,7 @@ class ReferenceConfig(Section):
 
     def _unmet_in_the_interval(self) -> dict[str, str]:
         name, first = self._first_interval
-        if self.min_every_steps is not None:
+        if self.kind == "adaptive" and self.min_every_steps is not None:
             longest = self.max_every_steps or (self.min_every_steps if self.growth is None else math.inf)
             if longest <= self.patience:  # patience already keeps refreshes that far apart
                 keys = ("min_every_steps", "growth", "max_every_steps")

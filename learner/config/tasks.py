@@ -26,13 +26,13 @@ class DataConfig(Section):
     revision: MayChange[str | None] = None
     """Revision of a hub dataset: a commit, tag or branch. Pin a commit, because a resume refuses data other
     than the run's."""
-    dataset_config: str | None = None
+    dataset_config: MayChange[str | None] = None
     """Configuration of the dataset, if it has several."""
-    split: str = "train"
+    split: MayChange[str] = "train"
     """Split of the dataset."""
     num_prompts: MayChange[AtLeastOne[int] | None] = None
     """Maximum number of prompts, taken from the start. For a task: number of prompts to generate, 4096 by
-    default. A resume may change this key, path, dataset and revision only if the prompts stay the same."""
+    default. A resume may change this key, path and those of the dataset only if the prompts stay the same."""
     num_digits: AtLeastOne[int] | None = None
     """Digits of each number in a task's prompt. Default: 8 for reverse, 4 for sort, 2 for arithmetic and
     calculator."""
@@ -49,8 +49,8 @@ class DataConfig(Section):
     leaves no room for max_tokens in the server's context is an error."""
     overlong_prompts: Literal["error", "drop", "truncate"] = "error"
     """Handling of prompts above max_prompt_tokens. error: an error; drop: left out; truncate: sampled
-    without their first tokens, while reward functions see the whole prompt. Their number is logged at the
-    start and shown in the report."""
+    without their first tokens, while reward functions see the whole prompt; not for conversations with an
+    environment, nor for agents. Their number is logged at the start and shown in the report."""
     num_workers: MayChange[AtLeastOne[int]] = 1
     """Number of processes that tokenize a file or dataset when it is first read. Later starts reuse the cache
     of `datasets` (HF_DATASETS_CACHE)."""

@@ -2,7 +2,7 @@
 
     [learner.evaluation] ─▶ prompts ─▶ EvalSet ─▶ evaluate.py
 
-Invariant: two evaluations with equal digests used the same prompts and sampled in the same way.
+Invariant: two evaluations with equal digests used the same prompts, sampled in the same way and scored alike.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ import msgspec
 import xxhash
 
 from learner.config import DataConfig, EvaluationConfig, LearnerRun
+from learner.config.rewards import JUDGE
 from learner.prompts.prompts import Prompts
 from learner.rollouts.turns import EpisodePlayer
 from learner.run_inputs import RunInputs
@@ -68,8 +69,13 @@ def _digest(run: LearnerRun, config: EvaluationConfig, prompts: Prompts) -> str:
     sampling, reward = run.learner.sampling, run.learner.reward
     max_tokens = config.max_tokens or sampling.max_tokens
     how: tuple[object, ...] = (
-        config.num_samples, config.temperature, max_tokens, sampling.stop, reward.names, reward.function_weights,
+        config.num_samples, config.temperature, max_tokens, sampling.stop, reward.functions, reward.function_weights,
+        reward.on_none, reward.skip_special_tokens,
     )  # fmt: skip
+    if JUDGE in reward.functions:
+        how += (msgspec.structs.replace(reward.judge, url=None),)  # the same judge may move
     if (environment := run.learner.environment).is_used:
-        how += (environment.named, environment.max_turns, environment.max_episode_tokens)
+        how += (
+            environment.named, environment.max_turns, environment.max_episode_tokens, environment.tool_call_format,
+        )  # fmt: skip
     return xxhash.xxh64(prompts.digests.tobytes() + repr(how).encode()).hexdigest()

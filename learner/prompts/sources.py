@@ -71,12 +71,8 @@ def open_source(config: DataConfig, seed: int) -> Source:
         source = _dataset(config)
     if not len(source):
         raise DataError(f"{source.name} has no prompts; expected at least one row")
-    if config.num_prompts is None or config.num_prompts == len(source):
+    if config.num_prompts is None or config.num_prompts >= len(source):
         return source
-    if config.num_prompts > len(source):
-        raise DataError(
-            f"learner.data.num_prompts = {config.num_prompts}, but {source.name} has {len(source)} prompts; lower it"
-        )
     return source.first(config.num_prompts)
 
 
@@ -180,7 +176,7 @@ def _dataset(config: DataConfig) -> Source:
     path = Path(name).expanduser()
     try:
         if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-            rows = _pick_split(datasets.load_from_disk(str(path)), config)
+            rows = _saved_rows(datasets.load_from_disk(str(path)), config)
         else:
             local = str(path) if path.is_dir() else name
             rows = datasets.load_dataset(local, config.dataset_config, split=config.split, revision=config.revision)
@@ -200,11 +196,18 @@ def _dataset(config: DataConfig) -> Source:
     )
 
 
-def _pick_split(loaded: Any, config: DataConfig) -> Any:
+def _saved_rows(loaded: Any, config: DataConfig) -> Any:
+    """Return the split of what save_to_disk wrote: one of several, or the only one, which may have no name."""
     import datasets
 
-    if not isinstance(loaded, datasets.DatasetDict):
-        return loaded
+    for key in ("dataset_config", "revision"):
+        if value := getattr(config, key):
+            raise DataError(
+                f"learner.data.{key} = {value!r} selects nothing in {config.dataset!r}, a dataset written by "
+                f"save_to_disk; unset {key}"
+            )
+    if isinstance(loaded, datasets.Dataset):
+        loaded = {config.split if loaded.split is None else str(loaded.split): loaded}
     if config.split not in loaded:
         raise DataError(
             f"dataset {config.dataset!r} has no split {config.split!r}; its splits are: {', '.join(loaded)}. "

@@ -3,7 +3,7 @@
     checkpoints/, evaluations.jsonl ─▶ choose_checkpoint ─▶ ChosenCheckpoint ─▶ export.py
 
 Invariant: only checkpoints that are complete, or reduced to their model, are chosen. Scores are compared only
-if their evaluations used the same prompts and sampling.
+if their evaluations used the same prompts, sampling and rewards.
 """
 
 import logging

@@ -9,7 +9,7 @@ if it was asked of this step's policy.
 import importlib.metadata
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from learner.config import LearnerRun
+from learner.config.rewards import JUDGE
 from learner.evaluation.results import FILE, Estimate, Evaluation, describe_versions, earlier
 from learner.publishing.export import Form
 from learner.publishing.public_config import as_toml, hub_name, public_config, without_paths
@@ -158,13 +159,27 @@ def _data_and_rewards(run: LearnerRun, config: Mapping[str, Any]) -> str:
         parts.append(table(("reward", "weight"), functions))
     if reward.only_logged:
         parts.append("Rewards were logged, not learned from.")
+    return "\n\n".join([*parts, *_private_parts(run)])
+
+
+def _private_parts(run: LearnerRun) -> Iterator[str]:
+    """Yield a sentence for each part of the run that the config below leaves out."""
     reference = run.learner.reference
     if reference.endpoint is not None and reference.kind == "fixed":  # any other is a copy of the policy
-        parts.append(
+        yield (
             "The reference of the KL was a model on another server, such as a teacher. The config below does not name "
             "it: set `learner.reference.endpoint`."
         )
-    return "\n\n".join(parts)
+    if JUDGE in run.learner.reward.functions:
+        yield (
+            "The judge was a model behind an endpoint. The config below names neither this model nor its prompt and "
+            "scale: set `[learner.reward.judge]`."
+        )
+    if run.learner.environment.command is not None:
+        yield (
+            "An agent played the episodes, a command that the config below does not show: set "
+            "`learner.environment.command`."
+        )
 
 
 def _curve(metrics: Metrics) -> str:

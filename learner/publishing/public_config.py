@@ -3,7 +3,7 @@
     config.toml ─▶ keys in PUBLIC that are not at their default ─▶ without paths ─▶ the card
 
 Invariant: a key is shown only if PUBLIC names it. Addresses, keys, commands and directories of a machine are never
-shown; a new key stays private until it is listed.
+shown; a new key stays private until it is listed. Where the run needs a key that is left out, the card says so.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,6 +20,7 @@ from protocol.config_keys import flatten, keys_of
 
 PUBLIC_KEYS = {
     "": "model dtype head_dtype seed",
+    "server": "dtype quantization kv_cache_dtype max_model_len",
     "learner": "steps groups_per_step max_staleness max_auto_staleness updates_per_batch routing_replay "
     "dynamic_sampling signal_reward max_resamples",
     "learner.data": "task path dataset revision dataset_config split num_prompts num_digits prompt_column "

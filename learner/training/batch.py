@@ -86,12 +86,12 @@ def step_rows(
     """Return every branch of the step, by group.
 
     A token has the advantage of its turn, in whichever branch of the episode it is. Weights derive from counts
-    over the whole step, before groups without signal are dropped. Branches that `mask_truncated` excludes do not
+    over the whole step, before groups without signal are dropped. Episodes that `mask_truncated` excludes do not
     count, except for dr_grpo, which divides by a constant.
     """
     is_constant = config.loss.mean_over == "dr_grpo"
     kept = [
-        [branch for branch in branches if is_constant or not is_masked(branch, config)]
+        branches if is_constant or not is_masked(branches, config) else []
         for group in groups
         for branches in group.branches_G
     ]
@@ -131,16 +131,17 @@ def trained_rows(
     """Return the branches that carry the loss.
 
     These are the branches of groups with signal. With a KL or an entropy term in the loss, which needs no
-    signal, or the KL in the advantage, they are the branches of all groups. With `mask_truncated`, only finished
-    branches remain.
+    signal, or the KL in the advantage, they are the branches of all groups. With `mask_truncated`, only those of
+    finished episodes remain.
     """
+    episodes = [branches for group in groups for branches in group.branches_G]
     needs_no_signal = config.loss.has_entropy_bonus or (config.kl.is_on and config.kl.place != "reward")
     return [
         row
         for rows_G, advantages_G_K in zip(step_rows(groups, advantages_P_G_K, config), advantages_P_G_K, strict=True)
         if needs_no_signal or any(map(any, advantages_G_K))
         for row in rows_G
-        if not is_masked(row.branch, config)
+        if not is_masked(episodes[row.episode], config)
     ]
 
 
@@ -152,9 +153,9 @@ def _by_token(advantages_K: list[float], branch: TokenSequence) -> float | np.nd
     return np.where(turn_T == NOT_SAMPLED, 0.0, np.take(advantages_K, turn_T.clip(min=0)))
 
 
-def is_masked(branch: TokenSequence, config: LearnerConfig) -> bool:
-    """Return whether the loss excludes a branch because it was truncated."""
-    return config.loss.mask_truncated and branch.finish_reason == "length"
+def is_masked(branches: list[TokenSequence], config: LearnerConfig) -> bool:
+    """Return whether the loss excludes an episode because it was truncated, which ends its last branch."""
+    return config.loss.mask_truncated and branches[-1].finish_reason == "length"
 
 
 def micro_batch(rows: list[BatchRow], device: torch.device) -> MicroBatch:

@@ -123,6 +123,9 @@ IDLE: list[tuple[Sections, str, Sections, Sections]] = [
     ({"reference.growth": 2.0, "reference.max_every_steps": 3}, "a max_every_steps above every_steps", EVERY,
      {"reference.max_every_steps": 4}),
     ({"reference.min_every_steps": 3}, "a value above patience = 3", ADAPTIVE, {"reference.patience": 2}),
+    ({"reference.min_every_steps": 1}, 'kind = "adaptive"',
+     EVERY | {"reference.every_steps": 1, "reference.growth": 2.0, "reference.max_every_steps": 3},
+     {"reference.min_every_steps": None}),
     ({"reference.min_every_steps": 1, "reference.growth": 2.0, "reference.max_every_steps": 2},
      "a value above patience = 3", ADAPTIVE, {"reference.max_every_steps": 4}),
 ]  # fmt: skip

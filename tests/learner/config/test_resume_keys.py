@@ -6,8 +6,7 @@ from protocol.config_keys import keys_of, may_change
 FIXED = {
     "": "model dtype head_dtype seed",
     "learner": "groups_per_step updates_per_batch routing_replay dynamic_sampling signal_reward",
-    "learner.data": "task dataset_config split num_digits prompt_column system_prompt chat_template_kwargs "
-    "overlong_prompts shuffle",
+    "learner.data": "task num_digits prompt_column system_prompt chat_template_kwargs overlong_prompts shuffle",
     "learner.reward": "functions weights only_logged skip_special_tokens overlong_buffer_tokens overlong_penalty "
     "on_none",
     "learner.reward.judge": "prompt best_score temperature",

@@ -78,6 +78,31 @@ def test_an_evaluation_is_compared_per_prompt_with_the_previous_comparable_one(
     assert "difference to policy versions 3 to 4: 0.2  [-" in expected and "by policy versions 7 to 8" in expected
 
 
+@pytest.mark.parametrize(
+    ("functions", "flags", "is_comparable"),
+    [
+        (("exact_match",), ("--learner.evaluation.url", "http://elsewhere/v1"), True),
+        (("exact_match",), ("--learner.reward.skip-special-tokens", "False"), False),
+        (("exact_match",), ("--learner.reward.on-none", "skip"), False),
+        (("first.py:score",), ("--learner.reward.functions", "second.py:score"), False),
+        (("judge",), ("--learner.reward.judge.url", "http://elsewhere/v1"), True),
+        (("judge",), ("--learner.reward.judge.model", "large"), False),
+        (("judge",), ("--learner.reward.judge.prompt", "Rate {completion} from 10 to 0."), False),
+        (("judge",), ("--learner.reward.judge.max-tokens", "7"), False),
+    ],
+)
+def test_evaluations_that_another_grader_scored_are_not_comparable(
+    tmp_path: Path, functions: tuple[str, ...], flags: tuple[str, ...], is_comparable: bool
+) -> None:
+    judge = ("--learner.reward.judge.url", "http://judge/v1") if "judge" in functions else ()
+
+    def digest_with(*flags: str) -> str:
+        run = a_run(tmp_path, None, "--learner.reward.functions", *functions, *judge, *flags)
+        return sets_of(RunInputs(run))[0].digest
+
+    assert (digest_with() == digest_with(*flags)) is is_comparable
+
+
 def test_weights_that_no_run_has_updated_are_named_as_their_model(tmp_path: Path, openai: OpenAIServer) -> None:
     openai.num_untrained = 20
     evaluate(a_run(tmp_path, openai))
@@ -300,11 +325,30 @@ def test_the_evaluation_url_follows_the_address_of_the_server(tmp_path: Path) ->
     assert url_of(nodes + '[server]\nhttp_host = "10.0.0.5"') == "http://10.0.0.5:8000/v1"
     assert url_of('[server]\nhttp_host = "[::1]"') == "http://[::1]:8000/v1"
     assert url_of("", "--learner.evaluation.url", "http://judge/v1") == "http://judge/v1"
-    every_2 = ("--learner.evaluation.every-steps", "2")
-    with pytest.raises(ConfigError, match=r"every_steps = 2 with server.http_port = 0"):
-        url_of("[server]\nhttp_port = 0", *every_2)
-    with pytest.raises(ConfigError, match=r"endpoints_from = 'dns:nodes:5757'.* Set learner.evaluation.url"):
-        url_of('endpoints_from = "dns:nodes:5757"\ninsecure = true', *every_2)
+
+
+@pytest.mark.parametrize("every_steps", [0, 2])
+@pytest.mark.parametrize(
+    ("section", "flags", "message"),
+    [
+        ("[server]\nhttp_port = 0", (), r"server\.http_port = 0: .* Set server\.http_port, or"),
+        (
+            "",
+            ("--endpoints-from", "dns:nodes:5757", "--insecure"),
+            "'dns:nodes:5757': the servers of the run may change",
+        ),
+    ],
+)
+def test_an_evaluation_without_a_known_server_is_refused(
+    tmp_path: Path, section: str, flags: tuple[str, ...], message: str, every_steps: int
+) -> None:
+    recipe = Path(write_task(tmp_path))
+    recipe.write_text(f"{recipe.read_text()}\n{section}\n")
+    arguments = [str(recipe), *flags, "--learner.evaluation.every-steps", str(every_steps)]
+    url = ("--learner.evaluation.url", "http://127.0.0.1:1/v1")
+    assert load_config(LearnerRun, [*arguments, *url], "learner train").evaluation_url == url[1]
+    with pytest.raises(ConfigError, match=rf"learner\.evaluation\.url is unset with .*{message}"):
+        evaluate(load_config(LearnerRun, arguments, "learner train"))
 
 
 def test_the_command_prints_a_table_or_json(tmp_path: Path, openai: OpenAIServer) -> None:

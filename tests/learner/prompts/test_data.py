@@ -1,6 +1,7 @@
 """Prompts: every source, plain and conversational, once per data epoch, with actionable errors."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -72,17 +73,37 @@ def test_a_split_of_a_saved_dataset_dict_and_a_directory_of_data_files_can_be_na
     with pytest.raises(DataError, match=r"no split 'dev'; its splits are: train, test"):
         Prompts(DataConfig(dataset=str(tmp_path / "saved"), split="dev"), tokenizer, 0)
 
+    saved["train"].save_to_disk(str(tmp_path / "unnamed"))
+    assert len(Prompts(DataConfig(dataset=str(tmp_path / "unnamed"), split="any"), tokenizer, 0)) == 1
+
     (tmp_path / "files").mkdir()
     write_jsonl(tmp_path / "files" / "train.jsonl", splits["test"])
     assert len(Prompts(DataConfig(dataset=str(tmp_path / "files")), tokenizer, 0)) == 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"split": "validation"}, "no split 'validation'; its splits are: train. Set"),
+        ({"dataset_config": "main"}, r"dataset_config = 'main' selects nothing .* unset dataset_config"),
+        ({"revision": "abc"}, r"revision = 'abc' selects nothing .* unset revision"),
+    ],
+)
+def test_a_saved_split_is_no_other_part_of_its_dataset(tokenizer, tmp_path, keys, message):
+    import datasets
+
+    saved = str(tmp_path / "saved")
+    datasets.Dataset.from_list([{"prompt": "1"}], split="train").save_to_disk(saved)
+    assert len(Prompts(DataConfig(dataset=saved), tokenizer, 0)) == 1
+    with pytest.raises(DataError, match=message):
+        Prompts(DataConfig(dataset=saved, **keys), tokenizer, 0)
 
 
 def test_a_number_of_prompts_takes_the_first(tokenizer, sources):
     for source in sources([{"prompt": str(i)} for i in range(6)]):
         prompts = all_of(Prompts(DataConfig(**source, num_prompts=2), tokenizer, 0))
         assert [prompt.prompt for prompt in prompts] == ["0", "1"]
-        with pytest.raises(DataError, match=r"num_prompts = 9, but .* has 6 prompts"):
-            Prompts(DataConfig(**source, num_prompts=9), tokenizer, 0)
+        assert len(Prompts(DataConfig(**source, num_prompts=9), tokenizer, 0)) == 6
 
 
 def test_a_line_separator_inside_a_text_does_not_split_a_line(of_rows):
@@ -260,6 +281,22 @@ def test_texts_and_conversations_are_not_mixed_in_a_run_with_an_environment(tmp_
             with pytest.raises(DataError, match="row 1 is a conversation; expected prompts of one kind with"):
                 inputs.prompts  # noqa: B018
         else:
+            assert len(inputs.prompts) == 2
+
+
+def test_a_prompt_that_later_turns_render_again_is_not_truncated(tmp_path):
+    long = {"role": "user", "content": "1234567890"}
+    for environment, prompt, is_refused in (
+        ({"tools": ["tests.learner.environments.trl_examples:multiply"]}, [long], True),
+        ({"factory": "guess"}, long["content"], False),
+        ({"agent": "m:f"}, long["content"], True),
+        ({}, [long], False),
+    ):
+        data = {"path": write_jsonl(tmp_path / "long.jsonl", [{"prompt": prompt, "secret": 1}] * 2)}
+        data |= {"overlong_prompts": "truncate", "max_prompt_tokens": 6}
+        inputs = RunInputs(make_run(tmp_path, "tcp://a:1", data=data, environment=environment))
+        inputs.tokenizer.chat_template = CHAT_TEMPLATE
+        with pytest.raises(DataError, match=r"2 of 2 prompts have more than .* = 6") if is_refused else nullcontext():
             assert len(inputs.prompts) == 2
 
 

@@ -16,7 +16,7 @@ from tests.learner.publishing.finished_run import evaluate, start
 
 SECRET = "s3cret"
 PRIVATE = (
-    "run_dir", "endpoint", "endpoints", "endpoints_from", "keys", "insecure", "server", "deploy",
+    "run_dir", "endpoint", "endpoints", "endpoints_from", "keys", "insecure", "deploy",
     *(f"learner.{key}" for key in (
         "attn_implementation", "collective_timeout_s", "compile", "connect_timeout_s", "cpu_cores", "drain_timeout_s",
         "gradient_checkpointing", "group_idle_timeout_s", "max_group_attempts", "micro_batch_tokens", "sharding",
@@ -138,7 +138,7 @@ def test_no_secret_address_or_directory_reaches_the_card(tmp_path: Path, monkeyp
 def test_each_key_of_the_config_is_public_or_private_on_purpose() -> None:
     keys = keys_of(LearnerRun)
     hidden = {key for key in keys if any(key == name or key.startswith(f"{name}.") for name in PRIVATE)}
-    assert sorted(keys.keys() - hidden) == sorted(PUBLIC)
+    assert sorted(keys.keys() - hidden) == sorted({"server" if key.startswith("server.") else key for key in PUBLIC})
 
 
 def test_a_card_says_what_a_model_with_a_teacher_has_learned_from(tmp_path: Path) -> None:
@@ -154,6 +154,28 @@ def test_a_card_says_what_a_model_with_a_teacher_has_learned_from(tmp_path: Path
     for name, reference in (("own", {"kind": "fixed"}), ("copied", copied)):
         plain = str(card_of(start(tmp_path / name, reference=reference, kl={"coef": 0.1}), tmp_path))
         assert "logged" not in plain and "another server" not in plain
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"reward": {"functions": ["judge"], "judge": {"url": "http://judge/v1"}}}, "[learner.reward.judge]"),
+        ({"environment": {"command": "python agent.py"}}, "learner.environment.command"),
+    ],
+)
+def test_a_card_says_which_parts_of_the_run_its_config_leaves_out(
+    tmp_path: Path, settings: dict[str, Any], key: str
+) -> None:
+    assert f"set `{key}`" in str(card_of(start(tmp_path / "with", **settings), tmp_path))
+    assert f"set `{key}`" not in str(card_of(start(tmp_path / "without"), tmp_path))
+
+
+def test_a_card_shows_how_the_server_computed(tmp_path: Path) -> None:
+    run = msgspec.structs.replace(
+        start(tmp_path), server={"quantization": "fp8_per_block", "max_model_len": 512, "http_port": 8123}
+    )
+    text = str(card_of(run, tmp_path))
+    assert '[server]\nmax_model_len = 512\nquantization = "fp8_per_block"\n' in text and "8123" not in text
 
 
 def test_the_card_of_an_adapter_serves_it_with_a_rank_that_vllm_takes(tmp_path: Path) -> None:

@@ -94,12 +94,18 @@ def test_gspo_weighs_completions_equally_and_other_objectives_tokens_by_default(
 
 
 @pytest.mark.parametrize("normalization", ["token", "sequence", "dr_grpo"])
-def test_masked_truncated_completions_do_not_reduce_other_weights(normalization: str) -> None:
+@pytest.mark.parametrize("num_branches", [1, 2])
+def test_masked_truncated_episodes_do_not_reduce_other_weights(num_branches: int, normalization: str) -> None:
     """The weights of all trained tokens sum to 1, independent of masks; those of dr_grpo are constant."""
-    completions = [make_completion([5, 6, 7]), make_completion([5]), make_completion([5, 6])]
-    truncated = msgspec.structs.replace(completions[0], finish_reason="length")
-    group = msgspec.structs.replace(make_group(), completions=[truncated, *completions[1:]], rewards_G=[0.0, 1.0, 2.0])
-    for mask_truncated, lengths in ((False, [3, 1, 2]), (True, [1, 2])):
+    branches = [make_completion([5, 6, 7])] if num_branches == 1 else [make_completion([5, 6]), make_completion([7])]
+    branches[-1] = msgspec.structs.replace(branches[-1], finish_reason="length")
+    group = msgspec.structs.replace(
+        make_group(),
+        completions=[*branches, make_completion([5]), make_completion([5, 6])],
+        num_branches_G=[num_branches, 1, 1],
+        rewards_G=[0.0, 1.0, 2.0],
+    )
+    for mask_truncated, lengths in ((False, [*(len(branch.token_ids) for branch in branches), 1, 2]), (True, [1, 2])):
         config = learner_config(loss={"mask_truncated": mask_truncated, "normalization": normalization})
         rows = trained_rows([group], [[[-1.0], [0.0], [1.0]]], config)
         assert [len(row.branch.token_ids) for row in rows] == lengths
