@@ -1,6 +1,6 @@
 """Extract a completion's answer, and the gold answers from its row, as text.
 
-    completion ─▶ the assistant's last message ─▶ text after its reasoning ─▶ answer_of
+    completion ─▶ the assistant's last message ─▶ text after its reasoning ─▶ within <answer> ─▶ answer_of
     `answer`, of any JSON type ─────────────────────────────────────────────▶ golds_of, each of which is right
 
 The built-in reward functions use these pure helpers.
@@ -14,6 +14,8 @@ from typing import Any
 
 from learner.prompts.reasoning import CLOSES_REASONING, OPENS_REASONING
 
+_ANSWER_TAG = re.compile(r"```.*?(?:```|$)|`[^`\n]*`|(?<![\"'])<answer>|</answer>(?![\"'])", re.DOTALL)
+"""Tag around an answer, or code, whose tags are its own."""
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _WORDS = re.compile(r"[^\W\d_][^\W\d_'’.\-]*(?:[ ,]+[^\W\d_][^\W\d_'’.\-]*)*")
@@ -63,13 +65,14 @@ def completion_text(completion: Any, *, opens_reasoning: bool = False) -> str:
 def answer_of(completion: Any, *, opens_reasoning: bool = False) -> str:
     """Return the text after the reasoning, or "" if the reasoning never ends.
 
-    Without reasoning, return the whole text. `opens_reasoning`: the prompt ends with `<think>`, so the
-    completion starts inside the reasoning.
+    Without reasoning, return the whole text. If it holds `<answer>…</answer>`, only what is between the last
+    tags is the answer. `opens_reasoning`: the prompt ends with `<think>`, so the completion starts inside the
+    reasoning.
     """
     _, has_reasoned, answer = completion_text(completion, opens_reasoning=opens_reasoning).rpartition(CLOSES_REASONING)
     if OPENS_REASONING in answer:
         return ""
-    return answer.strip() if has_reasoned else answer
+    return _without_tags(answer.strip() if has_reasoned else answer)
 
 
 def golds_of(gold: Any) -> list[str]:
@@ -88,8 +91,21 @@ def golds_of(gold: Any) -> list[str]:
             return list(dict.fromkeys(text for one in gold for text in golds_of(one)))
         case dict():
             return [json.dumps(gold, sort_keys=True, ensure_ascii=False)]
-    text = str(gold)
+    text = _without_tags(str(gold))
     return [text] if text.strip() else []
+
+
+def _without_tags(text: str) -> str:
+    """Return what is between the last `<answer>`, which the prompt may have opened, and its `</answer>`.
+
+    Without `</answer>`, return the whole text.
+    """
+    tags = list(_ANSWER_TAG.finditer(text))
+    ends = [tag.start() for tag in tags if tag[0] == "</answer>"]
+    if not ends:
+        return text
+    starts = [tag.end() for tag in tags if tag[0] == "<answer>" and tag.end() <= ends[-1]]
+    return text[starts[-1] if starts else 0 : ends[-1]].strip()
 
 
 def _content(content: Any) -> str:

@@ -1,8 +1,53 @@
-"""Built-in rewards for text answers: the letter of a choice."""
+"""Built-in rewards for text answers: where the answer is, the letter of a choice."""
 
 import pytest
 
-from learner.rewards.builtin.text import multiple_choice
+from learner.evaluation.results import short_answer
+from learner.rewards.builtin.json_schema import json_schema
+from learner.rewards.builtin.mathematics import math_equivalence
+from learner.rewards.builtin.text import exact_match, last_number, multiple_choice, share_right, think_format
+
+
+@pytest.mark.parametrize(
+    ("function", "gold", "right", "wrong"),
+    [
+        (exact_match, "Paris", "Paris", "Rome"), (share_right, "Paris", "Paris", "Rome"),
+        (multiple_choice, "B", "(B)", "A"), (math_equivalence, "1/2", "1/2", "2"),
+        (math_equivalence, "Paris", "Paris", "Rome"), (last_number, "4", "4", "5"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<think>{other}</think>\n<answer>{answer}</answer>", "<answer>\n{answer}\n</answer>", "{answer}</answer>",
+        "So it is <answer>{answer}</answer>\n\nI hope that this helps.",
+        "<answer>{other}</answer> No: <answer>{answer}</answer>",
+        "<think><answer>{other}</answer></think>{answer}",
+    ],
+)  # fmt: skip
+def test_the_answer_is_what_the_last_answer_tags_hold(function, gold, right, wrong, text):
+    completions = [text.format(answer=right, other=wrong), text.format(answer=wrong, other=right)]
+    paid, unpaid = function(completions, [gold] * 2)
+    assert paid == 1.0 and unpaid < 1.0
+    assert short_answer(completions[0]) == right
+
+
+def test_a_right_answer_in_the_think_format_earns_both_rewards():
+    completion = "<think>x</think>\n<answer>4</answer>"
+    assert think_format([completion]) == exact_match([completion], ["4"]) == exact_match([completion], [4]) == [1.0]
+    assert exact_match([completion], ["<answer>4</answer>"]) == [1.0]
+
+
+@pytest.mark.parametrize("completion", ["<answer></answer>4", "<answer>4", "<think><answer>4</answer>"])
+def test_tags_without_an_answer_or_an_end_hold_none(completion):
+    assert exact_match([completion], ["4"]) == [0.0]
+
+
+def test_tags_in_code_belong_to_the_code():
+    schema = {"type": "object", "properties": {"a": {"const": "<answer>x</answer>"}}, "required": ["a"]}
+    json = '{"a": "<answer>x</answer>"}'
+    texts = [json, f"```json\n{json}\n```", f"<answer>{json}</answer>", f"<answer>```json\n{json}\n```</answer>"]
+    assert json_schema(texts, [schema] * 4) == [1.0] * 4
 
 
 @pytest.mark.parametrize(
