@@ -9,6 +9,7 @@ Invariant: reasoning that never ends yields no answer, and tool output never cou
 
 import json
 import re
+import string
 from decimal import Decimal
 from typing import Any
 
@@ -19,7 +20,17 @@ _ANSWER_TAG = re.compile(r"```.*?(?:```|$)|`[^`\n]*`|(?<![\"'])<answer>|</answer
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _WORDS = re.compile(r"[^\W\d_][^\W\d_'’.\-]*(?:[ ,]+[^\W\d_][^\W\d_'’.\-]*)*")
-_CONCLUDES = re.compile(r"(?:####|\banswer\s+is\b|\banswer\s*:)[\s:*]*([^\n]+)", re.IGNORECASE)
+_MARK = re.compile(r"####|\banswer\s+is\b(?<!\bthis answer is(?=\s+(?:correct|right)\b))|\banswer\s*:", re.IGNORECASE)
+"""Mark of a conclusion. "This answer is correct" only confirms an earlier one."""
+_NUMBERED_HEADING = re.compile(
+    r"^[ \t]*#{4,6}[ \t*_]*(?:(?:step|part|case)[ \t]+\d+\b|\d{1,2}[.)](?=[ \t*_]+[^\W\d_][^\n]*\n\s*\S))[.:)]*",
+    re.IGNORECASE | re.MULTILINE,
+)
+"""Beginning of a Markdown heading, such as "#### Step 2:". "#### 2. Result" is one only if text follows the line."""
+_ANSWER_HEADING = re.compile(
+    r"^[ \t]*#{4,6}[ \t*_]*(?:the[ \t]+)?(?:final[ \t]+)?answer[ \t*_:]*\n\s*", re.IGNORECASE | re.MULTILINE
+)
+_HEADING_OF_WORDS = re.compile(r"^[ \t]*#{4,6}[ \t*_]*(?=[^\W\d_]{3,}[^\d\n$\\=]*\n\s*\S)", re.MULTILINE)
 _HEDGED = re.compile(r"\d\S*\s+or\s+\S*\d", re.IGNORECASE)
 _NUMBER = re.compile(
     r"(?:(?<![\w.)])(?:-|(?<![\d)]\s)-\s)\$?)?"  # sign of "-5", "- 5" and "-$5", but not of "7-5", "7 - 5"
@@ -153,7 +164,7 @@ def short_answer(text: str) -> str:
     This is its last box, else its last marked answer, else all text after its reasoning.
     """
     answer = answer_of(text)
-    box, marked = last_box(answer), _CONCLUDES.findall(answer)
+    box, marked = last_box(answer), _conclusions(answer)
     return (answer if box is None and not marked else marked[-1] if box is None else box).strip(" .*$\n")
 
 
@@ -162,9 +173,18 @@ def last_number_in(text: str) -> Decimal | None:
 
     Without `####`, return the last number of the text.
     """
-    _, mark, rest = text.replace(_MINUS, "-").rpartition("####")
+    is_marked, rest = after_mark(text.replace(_MINUS, "-"))
     numbers = _NUMBER.findall(rest)
-    return _value(numbers[0 if mark else -1]) if numbers else None
+    return _value(numbers[0 if is_marked else -1]) if numbers else None
+
+
+def after_mark(text: str) -> tuple[bool, str]:
+    """Return whether `####` marks a number or a formula in a text, and what follows the last such mark.
+
+    Without a mark, return the text without the marks and numbers of its headings.
+    """
+    _, mark, rest = _HEADING_OF_WORDS.sub("", _without_headings(text)).rpartition("####")
+    return bool(mark), rest
 
 
 def as_number(text: str) -> Decimal | None:
@@ -182,12 +202,12 @@ def num_boxes(text: str) -> int:
 
 
 def is_words(gold: str) -> bool:
-    r"""Return whether a gold is made of words, such as "Paris" or `\text{not enough}`.
+    r"""Return whether a gold is made of words, such as "Paris", "no" or `\text{not enough}`.
 
     A product of variables, such as `ab`, is not.
     """
     words = _without_commands(gold)
-    return _WORDS.fullmatch(words) is not None and max(map(len, words.split())) > 2
+    return _WORDS.fullmatch(words) is not None and (max(map(len, words.split())) > 2 or words.casefold() == "no")
 
 
 def is_time(gold: str) -> bool:
@@ -232,8 +252,20 @@ def concluded(text: str) -> str:
 
     This is the text after the last `####` or "answer is", else the last line.
     """
-    marked = _CONCLUDES.findall(text)
+    marked = _conclusions(text)
     return (marked[-1] if marked else text.rpartition("\n")[2]).strip()
+
+
+def _conclusions(text: str) -> list[str]:
+    """Return what follows each mark, up to the end of its line or the next mark."""
+    parts = _MARK.split(_without_headings(text))[1:]
+    lines = (part.lstrip(string.whitespace + ":*").partition("\n")[0] for part in parts)
+    return [line for line in lines if line]
+
+
+def _without_headings(text: str) -> str:
+    """Remove the marks and numbers of numbered Markdown headings. "#### Final answer" marks the next line."""
+    return _NUMBERED_HEADING.sub("", _ANSWER_HEADING.sub("#### ", text))
 
 
 def chosen(text: str) -> str | None:

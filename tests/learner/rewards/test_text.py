@@ -64,6 +64,10 @@ def test_tags_in_code_belong_to_the_code():
         ("B, as shown", "B"),
         ("A dog", None), ("A dog is an animal", None), ("The answer is A dog", None), ("I think so", None), ("", None),
         ("42", None),
+        ("The answer is A. Wait, the answer is B.", "B"), ("Final answer: The answer is B", "B"),
+        ("#### The answer is B", "B"), ("The answer is B. This answer is correct.", "B"),
+        ("The answer is A. But this answer is wrong.", None), ("The answer is A. The answer is A or B", None),
+        ("#### Step 2: choose\nB", "B"), ("#### Final answer\nB", "B"), ("#### B\nIt is B and not A.", "B"),
         ("A or B", None), ("A/B", None), ("B, C and D", None), (r"\boxed{A, B}", None), ("the answer is A or B", None),
     ],
 )  # fmt: skip
@@ -80,3 +84,20 @@ def test_a_gold_can_be_a_letter_a_number_from_0_or_several():
 def test_a_gold_that_is_not_a_letter_is_an_error(gold):
     with pytest.raises(ValueError, match=r"column answer contains .*; expected a letter, or its number from 0"):
         multiple_choice(["B"], [gold])
+
+
+@pytest.mark.parametrize(
+    ("completion", "number"),
+    [
+        ("#### Step 1: compute\n6*7 = 42", 42), ("#### 2. Result\n42", 42), ("#### 12) Result\n42", 42),
+        ("#### Step 4: Final answer\nThe answer is 42", 42), ("#### **Step 2**: add\n6*7 = 42", 42),
+        ("##### Part 2\n6*7 = 42", 42), ("#### Solution\n6*7 = 42", 42), ("#### Step 3: x = 42", 42),
+        ("#### Final Answer: 42", 42), ("#### Final Answer\n42\nand 7 remain", 42), ("#### 42\nand 7 remain", 42),
+        ("#### 42. That is all.", 42), ("#### 42 apples\n#### Explanation\n6*7 are 42, of 50", 42),
+        ("so 6*7 #### 42 of 50", 42), ("#### Total: 42 of 50", 42), ("#### 2.5 apples\nof 50", 2.5),
+    ],
+)  # fmt: skip
+def test_a_heading_of_level_4_is_no_mark_of_the_number(completion, number):
+    others = [other for other in (1, 2, 3, 4, 6, 7, 12, 42, 50, 2.5) if other != number]
+    assert last_number([completion], [number]) == [1.0]
+    assert last_number([completion] * len(others), others) == [0.0] * len(others)
