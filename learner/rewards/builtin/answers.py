@@ -38,15 +38,18 @@ _NUMBER = re.compile(
 )
 _MINUS = "\N{MINUS SIGN}"
 _DECORATION = str.maketrans(dict.fromkeys("*_`\"'$\\", "") | dict.fromkeys("()[]{}", "."))
+_REASON = r"because|since|as|which|is\s+(?:the\s+)?(?:correct|right|answer)"
 _CHOICE = re.compile(
-    r"[\s.]*(?:(?i:option|choice|answer)[\s.:]+)?([A-Z]|[a-z](?=[\s.]*$))"
-    r"(?=\s*(?:$|[.:,;/&–—-]|(?:or|and|because|since|as|which|is\s+(?:the\s+)?(?:correct|right|answer))\b))"
+    r"[\s.]*(?:(?i:option|choice|answer)[\s.:]+)?"
+    rf"(?:([A-Z])(?=\s*(?:$|[.:,;/&–—-]|(?:or|and|{_REASON})\b))|([a-z])(?=\s*(?:$|[.:](?!\w\b)|(?:{_REASON})\b)))"
 )
 """Letter that stands alone and is not an article.
 
-It matches "B", "Option B", "B. Paris" and "B because", but not "A dog".
+It matches "B", "Option B", "B. Paris", "b) Paris" and "B because", but not "A dog", "a dog" and "e.g.".
 """
-_SECOND_CHOICE = re.compile(r"[\s.,]*(?:or\b|and\b|[/&,])[\s.]*(?!I\s+[a-z])[A-Z](?!\w)")
+_SECOND_CHOICE = re.compile(
+    r"[\s.,]*(?:or\b|and\b|[/&,])[\s.]*(?:(?!I\s+[a-z])[A-Z](?!\w)|[a-z](?=\s*(?:$|[.:](?!\w\b))))"
+)
 _FENCE = re.compile(r"```[ \t]*\w*[ \t]*\n(.*?)\n?```", re.DOTALL)
 _MIXED = re.compile(r"(?<![\w.,/^\\{])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w.,/])")
 
@@ -279,8 +282,7 @@ def chosen(text: str) -> str | None:
     match = _CHOICE.match(answer)
     if match is None or _SECOND_CHOICE.match(answer, match.end()):
         return None
-    letter: str = match[1]
-    return letter.upper()
+    return str(match[1] or match[2]).upper()
 
 
 def without_fence(text: str) -> str:
