@@ -129,12 +129,14 @@ def majority_values(texts_PK: list[list[str]], values_PK: np.ndarray) -> np.ndar
     """Return for each problem the value of its most frequent answer.
 
     Texts with equal short answers count as equal, whatever their reasoning. If several answers are the most
-    frequent, the first one counts.
+    frequent, the first one counts. Texts without an answer, such as reasoning that never ends, have no vote,
+    unless all are.
     """
     majority_P = []
     for texts, values in zip(texts_PK, values_PK, strict=True):
         answers = [short_answer(text) for text in texts]
-        majority_P.append(values[answers.index(max(answers, key=answers.count))])
+        votes = [answer for answer in answers if answer] or answers
+        majority_P.append(values[answers.index(max(votes, key=votes.count))])
     return np.array(majority_P)
 
 

@@ -1,6 +1,6 @@
 """Extract a completion's answer, and the gold answers from its row, as text.
 
-    completion ─▶ the assistant's last message ─▶ text after its reasoning ─▶ answer_of
+    completion ─▶ the assistant's last message ─▶ text after its reasoning ─▶ within <answer> ─▶ answer_of
     `answer`, of any JSON type ─────────────────────────────────────────────▶ golds_of, each of which is right
 
 The built-in reward functions use these pure helpers.
@@ -9,15 +9,28 @@ Invariant: reasoning that never ends yields no answer, and tool output never cou
 
 import json
 import re
+import string
 from decimal import Decimal
 from typing import Any
 
 from learner.prompts.reasoning import CLOSES_REASONING, OPENS_REASONING
 
+_ANSWER_TAG = re.compile(r"```.*?(?:```|$)|`[^`\n]*`|(?<![\"'])<answer>|</answer>(?![\"'])", re.DOTALL)
+"""Tag around an answer, or code, whose tags are its own."""
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _TEXT_COMMAND = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _WORDS = re.compile(r"[^\W\d_][^\W\d_'’.\-]*(?:[ ,]+[^\W\d_][^\W\d_'’.\-]*)*")
-_CONCLUDES = re.compile(r"(?:####|\banswer\s+is\b|\banswer\s*:)[\s:*]*([^\n]+)", re.IGNORECASE)
+_MARK = re.compile(r"####|\banswer\s+is\b(?<!\bthis answer is(?=\s+(?:correct|right)\b))|\banswer\s*:", re.IGNORECASE)
+"""Mark of a conclusion. "This answer is correct" only confirms an earlier one."""
+_NUMBERED_HEADING = re.compile(
+    r"^[ \t]*#{4,6}[ \t*_]*(?:(?:step|part|case)[ \t]+\d+\b|\d{1,2}[.)](?=[ \t*_]+[^\W\d_][^\n]*\n\s*\S))[.:)]*",
+    re.IGNORECASE | re.MULTILINE,
+)
+"""Beginning of a Markdown heading, such as "#### Step 2:". "#### 2. Result" is one only if text follows the line."""
+_ANSWER_HEADING = re.compile(
+    r"^[ \t]*#{4,6}[ \t*_]*(?:the[ \t]+)?(?:final[ \t]+)?answer[ \t*_:]*\n\s*", re.IGNORECASE | re.MULTILINE
+)
+_HEADING_OF_WORDS = re.compile(r"^[ \t]*#{4,6}[ \t*_]*(?=[^\W\d_]{3,}[^\d\n$\\=]*\n\s*\S)", re.MULTILINE)
 _HEDGED = re.compile(r"\d\S*\s+or\s+\S*\d", re.IGNORECASE)
 _NUMBER = re.compile(
     r"(?:(?<![\w.)])(?:-|(?<![\d)]\s)-\s)\$?)?"  # sign of "-5", "- 5" and "-$5", but not of "7-5", "7 - 5"
@@ -25,15 +38,18 @@ _NUMBER = re.compile(
 )
 _MINUS = "\N{MINUS SIGN}"
 _DECORATION = str.maketrans(dict.fromkeys("*_`\"'$\\", "") | dict.fromkeys("()[]{}", "."))
+_REASON = r"because|since|as|which|is\s+(?:the\s+)?(?:correct|right|answer)"
 _CHOICE = re.compile(
-    r"[\s.]*(?:(?i:option|choice|answer)[\s.:]+)?([A-Z]|[a-z](?=[\s.]*$))"
-    r"(?=\s*(?:$|[.:,;/&–—-]|(?:or|and|because|since|as|which|is\s+(?:the\s+)?(?:correct|right|answer))\b))"
+    r"[\s.]*(?:(?i:option|choice|answer)[\s.:]+)?"
+    rf"(?:([A-Z])(?=\s*(?:$|[.:,;/&–—-]|(?:or|and|{_REASON})\b))|([a-z])(?=\s*(?:$|[.:](?!\w\b)|(?:{_REASON})\b)))"
 )
 """Letter that stands alone and is not an article.
 
-It matches "B", "Option B", "B. Paris" and "B because", but not "A dog".
+It matches "B", "Option B", "B. Paris", "b) Paris" and "B because", but not "A dog", "a dog" and "e.g.".
 """
-_SECOND_CHOICE = re.compile(r"[\s.,]*(?:or\b|and\b|[/&,])[\s.]*(?!I\s+[a-z])[A-Z](?!\w)")
+_SECOND_CHOICE = re.compile(
+    r"[\s.,]*(?:or\b|and\b|[/&,])[\s.]*(?:(?!I\s+[a-z])[A-Z](?!\w)|[a-z](?=\s*(?:$|[.:](?!\w\b))))"
+)
 _FENCE = re.compile(r"```[ \t]*\w*[ \t]*\n(.*?)\n?```", re.DOTALL)
 _MIXED = re.compile(r"(?<![\w.,/^\\{])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w.,/])")
 
@@ -63,13 +79,14 @@ def completion_text(completion: Any, *, opens_reasoning: bool = False) -> str:
 def answer_of(completion: Any, *, opens_reasoning: bool = False) -> str:
     """Return the text after the reasoning, or "" if the reasoning never ends.
 
-    Without reasoning, return the whole text. `opens_reasoning`: the prompt ends with `<think>`, so the
-    completion starts inside the reasoning.
+    Without reasoning, return the whole text. If it holds `<answer>…</answer>`, only what is between the last
+    tags is the answer. `opens_reasoning`: the prompt ends with `<think>`, so the completion starts inside the
+    reasoning.
     """
     _, has_reasoned, answer = completion_text(completion, opens_reasoning=opens_reasoning).rpartition(CLOSES_REASONING)
     if OPENS_REASONING in answer:
         return ""
-    return answer.strip() if has_reasoned else answer
+    return _without_tags(answer.strip() if has_reasoned else answer)
 
 
 def golds_of(gold: Any) -> list[str]:
@@ -88,8 +105,21 @@ def golds_of(gold: Any) -> list[str]:
             return list(dict.fromkeys(text for one in gold for text in golds_of(one)))
         case dict():
             return [json.dumps(gold, sort_keys=True, ensure_ascii=False)]
-    text = str(gold)
+    text = _without_tags(str(gold))
     return [text] if text.strip() else []
+
+
+def _without_tags(text: str) -> str:
+    """Return what is between the last `<answer>`, which the prompt may have opened, and its `</answer>`.
+
+    Without `</answer>`, return the whole text.
+    """
+    tags = list(_ANSWER_TAG.finditer(text))
+    ends = [tag.start() for tag in tags if tag[0] == "</answer>"]
+    if not ends:
+        return text
+    starts = [tag.end() for tag in tags if tag[0] == "<answer>" and tag.end() <= ends[-1]]
+    return text[starts[-1] if starts else 0 : ends[-1]].strip()
 
 
 def _content(content: Any) -> str:
@@ -137,7 +167,7 @@ def short_answer(text: str) -> str:
     This is its last box, else its last marked answer, else all text after its reasoning.
     """
     answer = answer_of(text)
-    box, marked = last_box(answer), _CONCLUDES.findall(answer)
+    box, marked = last_box(answer), _conclusions(answer)
     return (answer if box is None and not marked else marked[-1] if box is None else box).strip(" .*$\n")
 
 
@@ -146,9 +176,18 @@ def last_number_in(text: str) -> Decimal | None:
 
     Without `####`, return the last number of the text.
     """
-    _, mark, rest = text.replace(_MINUS, "-").rpartition("####")
+    is_marked, rest = after_mark(text.replace(_MINUS, "-"))
     numbers = _NUMBER.findall(rest)
-    return _value(numbers[0 if mark else -1]) if numbers else None
+    return _value(numbers[0 if is_marked else -1]) if numbers else None
+
+
+def after_mark(text: str) -> tuple[bool, str]:
+    """Return whether `####` marks a number or a formula in a text, and what follows the last such mark.
+
+    Without a mark, return the text without the marks and numbers of its headings.
+    """
+    _, mark, rest = _HEADING_OF_WORDS.sub("", _without_headings(text)).rpartition("####")
+    return bool(mark), rest
 
 
 def as_number(text: str) -> Decimal | None:
@@ -166,12 +205,12 @@ def num_boxes(text: str) -> int:
 
 
 def is_words(gold: str) -> bool:
-    r"""Return whether a gold is made of words, such as "Paris" or `\text{not enough}`.
+    r"""Return whether a gold is made of words, such as "Paris", "no" or `\text{not enough}`.
 
     A product of variables, such as `ab`, is not.
     """
     words = _without_commands(gold)
-    return _WORDS.fullmatch(words) is not None and max(map(len, words.split())) > 2
+    return _WORDS.fullmatch(words) is not None and (max(map(len, words.split())) > 2 or words.casefold() == "no")
 
 
 def is_time(gold: str) -> bool:
@@ -216,8 +255,20 @@ def concluded(text: str) -> str:
 
     This is the text after the last `####` or "answer is", else the last line.
     """
-    marked = _CONCLUDES.findall(text)
+    marked = _conclusions(text)
     return (marked[-1] if marked else text.rpartition("\n")[2]).strip()
+
+
+def _conclusions(text: str) -> list[str]:
+    """Return what follows each mark, up to the end of its line or the next mark."""
+    parts = _MARK.split(_without_headings(text))[1:]
+    lines = (part.lstrip(string.whitespace + ":*").partition("\n")[0] for part in parts)
+    return [line for line in lines if line]
+
+
+def _without_headings(text: str) -> str:
+    """Remove the marks and numbers of numbered Markdown headings. "#### Final answer" marks the next line."""
+    return _NUMBERED_HEADING.sub("", _ANSWER_HEADING.sub("#### ", text))
 
 
 def chosen(text: str) -> str | None:
@@ -231,8 +282,7 @@ def chosen(text: str) -> str | None:
     match = _CHOICE.match(answer)
     if match is None or _SECOND_CHOICE.match(answer, match.end()):
         return None
-    letter: str = match[1]
-    return letter.upper()
+    return str(match[1] or match[2]).upper()
 
 
 def without_fence(text: str) -> str:

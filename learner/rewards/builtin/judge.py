@@ -97,9 +97,10 @@ async def _verdict(session: Any, config: JudgeConfig, model: str, text: str) -> 
 def score(verdict: str, best: float) -> float | None:
     """Return the last number of a verdict as a share of `best`, from 0 to 1, or None.
 
-    "8/10" counts as 8. The dash in "Score - 8" is not a sign.
+    "8/10" and "8.0/10.0" count as 8. The dash in "Score - 8" is not a sign.
     """
-    plain = re.sub(rf"\s*(?:/|out of)\s*{best:g}\b", "", verdict.replace("####", " "))
+    of_best = rf"\s*(?:/|out of)\s*[*_]*{re.escape(f'{best:g}')}(?:\.0+)?(?![\w.]*\d)"
+    plain = re.sub(of_best, "", verdict.replace("####", " "))
     number = last_number_in(re.sub(r"(?:^|(?<=\s))[-–—]\s+", " ", plain, flags=re.MULTILINE))
     return None if number is None else min(1.0, max(0.0, float(number) / best))
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from learner.rewards.builtin.answers import (
+    after_mark,
     answer_of,
     concluded,
     golds_of,
@@ -23,6 +24,8 @@ from learner.rewards.builtin.answers import (
     with_mixed_numbers,
 )
 
+_EMPHASIS = re.compile(r"(?<![\w)*`\\])(\*{1,3}|__|`)(?=\S)([^*`\n]+?)(?<=\S)\1(?![\w(*`])")
+"""Emphasis or code of Markdown, as in "**3/4**", which math-verify does not read. The power in "2**10" is none."""
 _DELIMITED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
 
 
@@ -74,8 +77,8 @@ class _Gold:
         if self._is_time and same_time(concluded(text) if box is None else box, self._text):
             return True  # otherwise it may be a ratio
         if box is None:
-            marked = text.rpartition("####")
-            answer = marked[2].strip().partition("\n")[0] if marked[1] else text
+            is_marked, answer = after_mark(_EMPHASIS.sub(r"\2", text))
+            answer = answer.strip().partition("\n")[0] if is_marked else answer
             if not self._is_several and not _DELIMITED.search(answer) and is_hedged(answer):
                 return False
         elif self._is_several and num_boxes(text) > 1:

@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -39,7 +40,8 @@ MAX_OUTPUT_BYTES = 16 << 20
 SHARED_OUT = 0.9
 """Share of timeout_s for running programs. The rest is for starting processes."""
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-_BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)```", re.DOTALL)
+_BLOCK = re.compile(r"(?:^([ \t]+))?```[ \t]*(\w*)[^\n]*\n(.*?)```", re.DOTALL | re.MULTILINE)
+_SESSION = ">>>"
 _WORD = re.compile(r"\S+|\s+")
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,4})?", re.ASCII)
 CAN_FAIL = (ast.Assert, ast.Raise, ast.For, ast.While, ast.If, ast.With, ast.Try)
@@ -99,9 +101,14 @@ def passes_tests(
 def code_of(answer: str) -> str:
     """Return the last Python block, else the last block without a language, else the whole answer.
 
-    A block without a language after the program usually shows its output.
+    A block without a language after the program usually shows its output, and one with `>>>` a session with
+    it. In a list, a block is indented.
     """
-    found = _BLOCK.findall(answer)
+    found = [
+        (language, textwrap.dedent(code) if indent else code)
+        for indent, language, code in _BLOCK.findall(answer)
+        if not code.lstrip().startswith(_SESSION)
+    ]
     blocks = [code for language, code in found if language.lower() in ("python", "python3", "py")]
     blocks = blocks or [code for language, code in found if not language]
     return blocks[-1] if blocks else answer

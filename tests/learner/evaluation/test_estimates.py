@@ -95,3 +95,10 @@ def test_the_majority_is_the_most_frequent_answer_and_the_first_of_ties() -> Non
         ["one way: 3", "The answer is 4.", "#### 4"],
     ]
     assert majority_values(texts, np.array([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0]])).tolist() == [1.0, 1.0]
+
+
+def test_texts_without_an_answer_have_no_vote_but_a_problem_without_answers_counts() -> None:
+    unfinished = ["<think>a", "<think>b", "<think>c"]
+    texts = [[*unfinished, "\\boxed{4}", "\\boxed{4}"], [*unfinished, "5", "4"], [*unfinished, "<think>d", ""]]
+    values = np.array([[0.0, 0.0, 0.0, 1.0, 1.0], [0.0, 0.0, 0.0, 0.0, 1.0], [0.0] * 5])
+    assert majority_values(texts, values).tolist() == [1.0, 0.0, 0.0]

@@ -93,6 +93,8 @@ def test_the_reward_is_the_last_number_of_the_verdict_over_the_best_score():
     ("verdict", "score"),
     [
         ("7", 0.7), ("8/10", 0.8), ("**8/10**", 0.8), ("3 out of 10.", 0.3), ("Score - 8", 0.8), ("- 8", 0.8),
+        ("8.0/10.0", 0.8), ("8.0/10.00.", 0.8), ("8.5 out of 10.0", 0.85), ("**8** / **10**", 0.8), ("8/_10_", 0.8),
+        ("8/10 points", 0.8), ("8/10. Of 9 steps, 2 are right.", 0.2), ("8/10.5", 1.0), ("8/100", 1.0), ("0/10.0", 0.0),
         ("-4", 0.0), ("11", 1.0),
         ("It ends with #### 42, which is wrong.\n2", 0.2), ("2 of 3 steps are right.\n\n6.5", 0.65), ("", None),
         ("good", None),
@@ -100,6 +102,17 @@ def test_the_reward_is_the_last_number_of_the_verdict_over_the_best_score():
 )  # fmt: skip
 def test_the_last_number_counts(verdict, score):
     assert score_of(verdict, 10.0) == (None if score is None else pytest.approx(score))
+
+
+@pytest.mark.parametrize(
+    ("verdict", "best", "score"),
+    [
+        ("4.5/5.0", 5.0, 0.9), ("0.8/1.0", 1.0, 0.8), ("0.8/1", 1.0, 0.8), ("2/2.5", 2.5, 0.8),
+        ("1/205", 2.5, 1.0), ("0/1.0", 1.0, 0.0),
+    ],
+)  # fmt: skip
+def test_the_best_score_may_be_written_with_decimals(verdict, best, score):
+    assert score_of(verdict, best) == pytest.approx(score)
 
 
 def test_a_truncated_rejected_or_late_verdict_affects_only_its_completion():

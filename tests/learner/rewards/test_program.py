@@ -4,6 +4,7 @@ import os
 import shutil
 import socket
 import subprocess
+import textwrap
 import threading
 import time
 from concurrent.futures import Future
@@ -155,6 +156,19 @@ def test_the_last_python_block_counts_or_the_whole_answer_without_blocks():
     assert code_of("x = 3") == "x = 3"
     assert code_of("```python\nprint(5)\n```\nIt prints\n```\n5\n```\n") == "print(5)\n"
     assert code_of("```\nx = 4\n```") == "x = 4\n"
+    assert code_of("```python\nx = 5\n```\nExample:\n```python\n>>> x\n5\n```\n") == "x = 5\n"
+    assert code_of("```python\nx = 6\n```\nBetter:\n```python\nx = = 7\n```\n") == "x = = 7\n"
+
+
+@pytest.mark.parametrize("indent", ["   ", "\t", "  "])
+def test_a_block_in_a_list_loses_the_indentation_of_the_list(indent):
+    code = "def f(x):\n    if x:\n        return 1\n\n    return 2\n"
+    item = textwrap.indent(f"```python\n{code}```\n", indent)
+    assert code_of(f"1. The function:\n\n{item}\n2. It is right.") == code
+    assert code_of(f"1. The function:\n\n{indent}```python\n{code}{indent}```\n").rstrip() == code.rstrip()
+    indented = textwrap.indent(code, indent)
+    assert code_of(f"```python\n{indented}```\n") == indented, "an error of the program"
+    assert code_of(f"Code: ```python\n{indented}```\n") == indented
 
 
 def test_a_program_that_does_not_end_uses_only_its_share_of_the_time(tmp_path):

@@ -33,7 +33,7 @@ def test_the_recipe_is_valid_for_both_programs(tmp_path: Path, monkeypatch: pyte
     assert learner.idle_keys_note() is None
     assert len(open_source(learner.learner.data, 0)) == 3
     (spec,) = learner.learner.reward.functions
-    assert load_named(spec)(completions=["371", "37", ""], answer=["371"] * 3) == [1.0, 0.75, 0.25]
+    assert load_named(spec)(completions=["371", "37", ""], answer=["371"] * 3) == [1.0, 0.5, 0.0]
 
 
 def outcome_of(directory: Path) -> str:
@@ -48,7 +48,7 @@ def test_the_generated_test_passes_and_finds_a_broken_reward(tmp_path: Path) -> 
     assert run_here("new", str(tmp_path / "mine")).stdout.startswith(f"wrote {tmp_path}/mine/: prompts.jsonl")
     assert "3 passed" in outcome_of(tmp_path / "mine")
     reward = tmp_path / "mine" / "reward.py"
-    reward.write_text(reward.read_text().replace("text.ljust(len(right) + 1)", "f'{text[:len(right)]} '"))
+    reward.write_text(reward.read_text().replace("len(text) == len(right)", "len(text) >= len(right)"))
     assert "3 failed" in outcome_of(tmp_path / "mine"), "the end of the text no longer counts"
 
 
