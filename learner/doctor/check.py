@@ -23,7 +23,6 @@ from learner.doctor.doctor import examine
 from learner.doctor.self_test import connected, in_directory
 from learner.evaluation.eval_sets import sets_of
 from learner.prompts.prompts import Prompt
-from learner.prompts.reasoning import CLOSES_REASONING, OPENS_REASONING
 from learner.report.summary import duration, read_metrics
 from learner.report.trackers import refuse_absent
 from learner.rewards.builtin.answers import golds_of
@@ -191,10 +190,9 @@ def _rated(run_inputs: RunInputs, workers: RewardWorkers, prompt: Prompt, texts:
 
 
 def _right_answers(prompt: Prompt) -> list[str]:
-    """Return completions that are the first gold answer, after the reasoning that the prompt has opened."""
-    is_reasoning = OPENS_REASONING in prompt.turn_start.rpartition(CLOSES_REASONING)[2]
+    """Return completions that give the first gold answer."""
     golds = golds_of(prompt.columns.get(GOLD_COLUMN))[:1]
-    return [(f"{CLOSES_REASONING}\n" if is_reasoning else "") + gold for gold in golds * NUM_COMPLETIONS]
+    return [prompt.completion_of(gold) for gold in golds * NUM_COMPLETIONS]
 
 
 def _noise(run_inputs: RunInputs, prompt: Prompt) -> list[str]:

@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import time
 import uuid
+from contextlib import suppress
 
 import msgspec
 import numpy as np
@@ -26,7 +27,7 @@ from learner.environments.episode import (
     turn_experts,
 )
 from learner.environments.player import Ask, TurnPrompt, TurnResult
-from learner.gateway.messages import RefusedRequest, episode_over, starts_with
+from learner.gateway.messages import RefusedRequest, episode_over, read_messages, starts_with
 from learner.gateway.prefix_index import PrefixIndex
 from learner.prompts.chat_template import Message
 from learner.prompts.prompts import Prompt
@@ -248,8 +249,10 @@ class Session:
         messages, prompt = self.prefixes.last_messages, self._prompt.prompt
         if isinstance(prompt, str) or not messages:
             return []
-        if starts_with(messages, prompt):
-            return messages[len(prompt) :]
+        with suppress(RefusedRequest):  # no agent can send such a prompt unchanged
+            known = read_messages([("the prompt", message) for message in prompt], "prompt")
+            if starts_with(messages, known):
+                return messages[len(known) :]
         return messages[next(number for number, message in enumerate(messages) if message["role"] == "assistant") :]
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from learner.config import DataConfig
 from learner.prompts.chat_template import ChatTemplate, TurnFormat
 from learner.prompts.encoding import encode_source, with_system_prompt
-from learner.prompts.reasoning import OPENS_REASONING, opening_of
+from learner.prompts.reasoning import CLOSES_REASONING, OPENS_REASONING, opening_of
 from learner.prompts.sources import open_source
 from protocol.errors import DataError
 
@@ -51,6 +51,14 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     def turn_start(self) -> str:
         """The part of the policy's turn that the prompt ends with, or ""."""
         return self.prefill or (OPENS_REASONING if self.opens_reasoning else "")
+
+    def completion_of(self, answer: str) -> str:
+        """Return the completion that gives this answer, which first ends the reasoning that the prompt has opened.
+
+        An answer that ends the reasoning itself is a whole completion already.
+        """
+        is_open = OPENS_REASONING in self.turn_start.rpartition(CLOSES_REASONING)[2]
+        return f"{CLOSES_REASONING}\n\n{answer}" if is_open and CLOSES_REASONING not in answer else answer
 
 
 class Prompts:

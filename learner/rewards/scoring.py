@@ -19,7 +19,7 @@ from learner.config import LearnerConfig, RewardConfig
 from learner.config.rewards import OVERLONG, ROUNDING
 from learner.environments.episode import REWARDED, Episode, TokenSequence
 from learner.prompts.prompts import Prompt
-from learner.prompts.reasoning import texts_of
+from learner.prompts.reasoning import OPENS_REASONING, opening_of, texts_of
 from learner.prompts.tokenizer_threads import in_tokenizer_thread
 from learner.rewards.call import TrainerState
 from learner.rewards.workers import FunctionRewards, GroupRewards, RewardWorkers, spread
@@ -67,14 +67,19 @@ class Scorer:
     async def rate(self, prompt: Prompt, episodes_G: Sequence[Episode], state: TrainerState) -> GroupRewards:
         """Call the reward functions.
 
-        They see everything after the prompt of an episode, as messages if it is a conversation. Episodes
-        whose end state is not in REWARDED are not shown, because they are no evidence about the policy.
+        They see everything after the prompt of an episode, as messages if it is a conversation, with the reasoning
+        that the prompt has opened. Episodes whose end state is not in REWARDED are not shown, because they are no
+        evidence about the policy.
         """
         is_shown_G = [episode.stats.state in REWARDED for episode in episodes_G]
         shown = [episode for episode, is_shown in zip(episodes_G, is_shown_G, strict=True) if is_shown]
-        texts, token_ids = await in_tokenizer_thread(self._decode, shown)
-        completions = [episode.messages or text for episode, text in zip(shown, texts, strict=True)]
         environment = self._config.environment
+        texts, token_ids = await in_tokenizer_thread(self._decode, shown)
+        if environment.is_used:
+            openings = await in_tokenizer_thread(self._openings, prompt, shown)
+            texts = list(map(str.__add__, openings, texts))
+            prompt = msgspec.structs.replace(prompt, opens_reasoning=False)
+        completions = [episode.messages or text for episode, text in zip(shown, texts, strict=True)]
         own = [episode.reward for episode in shown] if environment.is_used else None
         held = [episode.attributes or {} for episode in shown] if environment.factory is not None else None
         rewards = await asyncio.wrap_future(self._workers.submit(prompt, completions, token_ids, state, own, held))
@@ -85,6 +90,12 @@ class Scorer:
         token_ids: list[Sequence[int]] = [array("i", episode.branches[-1].token_ids.tolist()) for episode in episodes]
         skips = self._config.reward.skip_special_tokens
         return [text for one in token_ids for text in texts_of(self._tokenizer, [list(one)], skips)], token_ids
+
+    def _openings(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[str]:
+        """Return the `<think>` that ends the prompt of each last branch, or ""."""
+        of_row = OPENS_REASONING if prompt.opens_reasoning else ""
+        prompts = [episode.branches[-1].prompt_token_ids for episode in episodes]
+        return [of_row if own is None else opening_of(self._tokenizer, own.tolist()) for own in prompts]
 
 
 def _require_positive(rewards: GroupRewards, config: LearnerConfig) -> None:

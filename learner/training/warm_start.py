@@ -82,7 +82,7 @@ def answer_rows(
 ) -> list[BatchRow]:
     """Return one row per prompt, with its answer and the token `end` as completion.
 
-    All tokens have the same weight.
+    All tokens have the same weight. Reasoning that the prompt has opened ends before the answer.
 
     Raises:
         DataError: An answer is missing, or longer than a completion may be.
@@ -117,7 +117,7 @@ def _answer_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, config: Lear
             f"data has none in column {column!r}; its other columns are: {', '.join(prompt.columns) or 'none'}. Set "
             "learner.warm_start.answer_column to the column with the answers, or learner.warm_start.steps to 0"
         )
-    token_ids = tokenizer(golds[0], add_special_tokens=False)["input_ids"]
+    token_ids = tokenizer(prompt.completion_of(golds[0]), add_special_tokens=False)["input_ids"]
     if len(token_ids) >= max_tokens:
         raise DataError(
             f"the answer in row {prompt.prompt_id} of the data has {len(token_ids)} tokens plus an end token, more "

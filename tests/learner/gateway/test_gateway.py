@@ -242,6 +242,29 @@ async def test_a_message_whose_parts_have_another_type_is_refused(message: dict[
             await agent.chat([*QUESTION, message])
 
 
+USER, ASKED = {"role": "user", "content": "What is 1 + 1?"}, {"role": "user", "content": "What is 3 + 4?"}
+CALLED = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"number": 2}'}}
+
+
+@pytest.mark.parametrize(
+    "shots",
+    [
+        [USER, {"role": "assistant", "content": "2"}],
+        [USER, {"role": "assistant", "content": "2", "name": None, "tool_calls": None}],
+        [USER, {"role": "assistant", "content": [{"type": "text", "text": "2"}]}],
+        [{"role": "developer", "content": "Add."}, USER, {"role": "assistant", "content": "2"}],
+        [USER, {"role": "assistant", "content": None, "tool_calls": [CALLED]}, {"role": "tool", "content": "2"}],
+    ],
+    ids=["plain", "null keys", "text parts", "developer", "calls"],
+)
+async def test_examples_in_the_prompt_are_no_part_of_the_completion(shots: list[dict[str, Any]]) -> None:
+    prompt = [*shots, ASKED]
+    async with open_episode(script_of("7"), prompt=prompt) as agent:
+        await agent.chat(prompt)
+        (message,) = agent.end().messages
+        assert message["content"] == "7"
+
+
 async def test_a_developer_message_is_rendered_as_a_system_message() -> None:
     async with open_episode(script_of("one")) as agent:
         parts = [{"type": "text", "text": text} for text in ("Be ", "short.")]

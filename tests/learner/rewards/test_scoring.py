@@ -14,7 +14,7 @@ import pytest
 
 from learner.algorithm.advantages import combined_advantages
 from learner.config import AdvantageConfig, RewardConfig
-from learner.environments.episode import TokenSequence, episodes_of
+from learner.environments.episode import Episode, EpisodeStats, TokenSequence, episodes_of
 from learner.policy.model import load_tokenizer
 from learner.prompts.prompts import Prompt
 from learner.rewards.call import TrainerState
@@ -23,6 +23,8 @@ from learner.rewards.workers import FunctionRewards, GroupRewards
 from protocol.errors import RewardError
 from protocol.messages import Completion, Group
 from protocol.model_files import resolve_model
+from tests.learner.environments.chat_tokenizer import chat_tokenizer
+from tests.learner.gateway.scripted_gateway import config_of
 from tests.learner.rewards.scored_groups import prompt
 from tests.learner.runs import make_run
 
@@ -32,6 +34,7 @@ OUTCOMES = {".": "ok", "f": "failed", "t": "timed_out"}
 class RecordingWorkers:
     """Replaces the reward workers."""
 
+    prompt: Prompt
     texts: list[str]
     state: TrainerState
     token_ids: list[Sequence[int]]
@@ -41,6 +44,7 @@ class RecordingWorkers:
         self, prompt: Prompt, texts_G: list[str], token_ids_G: list[Sequence[int]], state: TrainerState,
         *of_environments: Any
     ) -> "Future[GroupRewards]":  # fmt: skip
+        self.prompt = prompt
         self.texts, self.state, self.token_ids = texts_G, state, token_ids_G
         future: Future[GroupRewards] = Future()
         future.set_result(self.rewards or GroupRewards(rewards=[0.0] * len(texts_G), functions=[]))
@@ -63,6 +67,31 @@ def test_special_tokens_are_kept_on_request(tmp_path: Path, skips: bool) -> None
     asyncio.run(scorer.score(prompt(), episodes_of(group), step=2))
     assert workers.texts == ["12" if skips else f"12{tokenizer.eos_token}"]
     assert (workers.state.global_step, workers.state.max_steps) == (2, config.steps)
+
+
+@pytest.mark.parametrize(
+    ("row", "own", "text"),
+    [
+        ("6 * 7", "user: 6 * 7\n<think>\n", "<think>maybe 42"),
+        ("6 * 7<think>", None, "<think>maybe 42"),
+        ("6 * 7<think>", "user: 6 * 7<think>\nassistant: ", "maybe 42"),
+        ("6 * 7", None, "maybe 42"),
+    ],
+)
+def test_the_text_of_an_episode_begins_with_the_reasoning_that_the_prompt_of_its_branch_has_opened(
+    row: str, own: str | None, text: str
+) -> None:
+    tokenizer, workers = chat_tokenizer(), RecordingWorkers()
+    sampled = msgspec.structs.replace(
+        branch(8),
+        token_ids=np.array(tokenizer.encode("maybe 42"), np.int32),
+        prompt_token_ids=None if own is None else np.array(tokenizer.encode(own), np.int32),
+    )
+    episode = Episode(branches=[sampled], stats=EpisodeStats(state="length", num_turns=1))
+    of_row = msgspec.structs.replace(prompt(row), opens_reasoning=row.endswith("<think>"))
+    scorer = Scorer(config_of(agent="my_agent:play"), tokenizer, workers)  # type: ignore[arg-type]
+    asyncio.run(scorer.rate(of_row, [episode], TrainerState()))
+    assert (workers.texts, workers.prompt.opens_reasoning) == ([text], False)
 
 
 def test_waiting_groups_are_decoded_outside_the_event_loop_and_take_few_bytes_a_token(tmp_path: Path) -> None:

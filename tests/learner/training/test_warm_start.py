@@ -14,12 +14,14 @@ from learner.config import LearnerRun
 from learner.forward.packing_check import choose_attention
 from learner.policy.model import load_policy, load_tokenizer
 from learner.prompts.prompts import Prompt, Prompts
+from learner.rewards.builtin.text import exact_match
 from learner.run_inputs import RunInputs
 from learner.storage.checkpoint import find_checkpoint
 from learner.train import train
 from learner.training.warm_start import answer_rows, warm_start
 from protocol.errors import DataError, RewardError
 from protocol.model_files import resolve_model
+from tests.learner.environments.chat_tokenizer import chat_tokenizer
 from tests.learner.model_engine import ModelEngine, tiny_server
 from tests.learner.policy.plain import plain_logits
 from tests.learner.runs import make_run, metrics_of
@@ -128,6 +130,16 @@ def test_the_first_of_several_answers_is_learned(tmp_path: Path) -> None:
     rows = answer_rows(prompts, tokenizer, run.learner, end=0)
     text, *others = [row.branch.token_ids.tolist() for row in rows]
     assert others == [text, text] == [[*tokenizer.encode("21", add_special_tokens=False), 0]] * 2
+
+
+@pytest.mark.parametrize("answer", ["42", "six times seven</think>42"])
+def test_an_answer_is_learned_after_the_reasoning_that_the_prompt_has_opened(tmp_path: Path, answer: str) -> None:
+    run, tokenizer = make_run(tmp_path, "tcp://x:1", warm_start=WARM, sampling={"max_tokens": 99}), chat_tokenizer()
+    opened = Prompt(prompt_id=0, prompt="6*7", token_ids=[1], columns={"answer": answer}, opens_reasoning=True)
+    (row,) = answer_rows([opened], tokenizer, run.learner, end=0)
+    text = tokenizer.decode(row.branch.token_ids, skip_special_tokens=True)
+    assert exact_match([text], ["42"], opens_reasoning=True) == [1.0]
+    assert text.count("</think>") == 1
 
 
 def test_an_answer_longer_than_a_completion_is_refused(tmp_path: Path) -> None:
