@@ -2,7 +2,8 @@
 
     run.toml [switches] [--key value ...] ─▶ configs of all sides, checked ─▶ Launch: the arguments of each side
 
-Invariant: an invalid config or flag of any side is refused before any process is started.
+Invariant: an invalid config or flag of any side, or a `run_dir` that contains another run, is refused before any
+process is started.
 """
 
 import logging
@@ -63,7 +64,7 @@ def read_arguments(arguments: list[str], program: str, purpose: str) -> Launch |
     """Return the run to start, or None after --dry-run has printed it.
 
     Raises:
-        ConfigError: The config or a flag is invalid.
+        ConfigError: The config or a flag is invalid, or `run_dir` contains a run that --resume does not continue.
     """
     if not arguments or {"-h", "--help"} & set(arguments):
         load_config(DeployRun, ["--help"], program, SWITCHES | console.SWITCHES, purpose)  # prints and exits
@@ -85,6 +86,8 @@ def read_arguments(arguments: list[str], program: str, purpose: str) -> Launch |
         if note := learner_run.idle_keys_note():
             log.warning(note)
         return None
+    if "--resume" not in switches:
+        learner_run.require_new_run_dir()  # `resume_switch` takes a run that appears later for that of this launch
     return Launch(
         config=config, server_run=server_run, learner_run=learner_run, resume="--resume" in switches,
         server=(*config_file, *flags_of["server"], *manner),

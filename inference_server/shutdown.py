@@ -8,6 +8,7 @@ Invariant: when `until_ended` returns, every part has ended.
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
@@ -24,12 +25,14 @@ async def until_ended(parts: Sequence[Coroutine[Any, Any, None]], drain: Callabl
         Exception: The error of a part that ends before that, or of the drain.
         EngineDead: A part ended early without an error.
     """
-    first, second = asyncio.Event(), asyncio.Event()
+    first, second, first_at = asyncio.Event(), asyncio.Event(), 0.0
 
     def on_signal(number: int) -> None:
+        nonlocal first_at
         if not first.is_set():
+            first_at = time.monotonic()
             first.set()
-        elif forces_exit(number):
+        elif forces_exit(number, first_at):
             second.set()
 
     for number in shutdown_signals():

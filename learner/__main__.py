@@ -7,12 +7,14 @@
 import logging
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from protocol import console
-from protocol.errors import ConfigError, ParityError, SlipstreamError
+from protocol.errors import TRANSIENT_ERROR, ConfigError, ParityError, SlipstreamError
 from protocol.installation import version_line
 
 if TYPE_CHECKING:
@@ -27,6 +29,9 @@ ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "FATAL",
 }
 """Environment variables that torch reads on import. Values set by the user take precedence."""
+
+END_S = 20.0
+"""Time for the process to end after training has failed."""
 
 USAGE = """\
 usage: learner COMMAND ..., which is `slipstream COMMAND ...`
@@ -94,13 +99,31 @@ def train_command(arguments: list[str]) -> None:
     _prepare_to_compute(run)
     from learner.train import train
 
-    run_dir = train(run, resume="--resume" in switches)
+    try:
+        run_dir = train(run, resume="--resume" in switches)
+    except BaseException as error:
+        end_by_force_after(END_S, error.exit_code if isinstance(error, SlipstreamError) else TRANSIENT_ERROR)
+        raise
     if run_dir is None:
         return
     try:
         report_end(run_dir)
     except SlipstreamError as error:  # the run itself has succeeded
         log.warning("the report of the run could not be written: %s", error)
+
+
+def end_by_force_after(seconds: float, code: int) -> None:
+    """End this process in time even if a thread hangs, for which Python would wait at exit.
+
+    Such a thread writes a checkpoint to a file system that does not answer. A supervisor would wait too, instead
+    of starting the learner again.
+    """
+
+    def end() -> None:
+        time.sleep(seconds)
+        os._exit(code)
+
+    threading.Thread(target=end, name="end-by-force", daemon=True).start()
 
 
 def doctor_command(arguments: list[str]) -> int:

@@ -3,18 +3,19 @@
     terminal closed, ssh lost   SIGHUP to the process group, often more than once
     Ctrl-C                      SIGINT to the process group
     nohup                       SIGHUP is ignored from the start
-    systemd                     SIGTERM to every process of the unit (KillMode=control-group)
+    systemd, a reboot           SIGTERM to every process of the unit (KillMode=control-group)
     docker, Kubernetes          SIGTERM to the first process, then SIGKILL
 
 Invariant: only the process that knows what to finish first acts on such a signal. Its children get the signal
 too. If they exited, the process would lose the work that it still waits for.
 
 `Interrupt` is the learner's: after the first signal, it finishes the step and writes a checkpoint. A second one
-stops it at once.
+stops it at once. Copies of the first one, by whatever way they arrive, are no second signal.
 """
 
 import logging
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
@@ -23,6 +24,8 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 SHUTDOWN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+FORWARDED_WITHIN_S = 2.0
+"""Time after the first signal in which a SIGTERM counts as a copy of it."""
 
 
 def shutdown_signals() -> tuple[signal.Signals, ...]:
@@ -34,12 +37,14 @@ def shutdown_signals() -> tuple[signal.Signals, ...]:
     )
 
 
-def forces_exit(number: int) -> bool:
-    """Return whether a second signal means that the process must exit at once.
+def forces_exit(number: int, first_at: float) -> bool:
+    """Return whether a signal after that of `first_at` (`time.monotonic`) means that the process must exit at once.
 
-    A closing terminal sends SIGHUP more than once: the kernel does, and the shell.
+    A closing terminal sends SIGHUP more than once: the kernel does, and the shell. If every process of a unit gets
+    a SIGTERM, a parent such as colocate or torchrun forwards its own to a child that has got one too.
     """
-    return number != signal.SIGHUP
+    is_forwarded = number == signal.SIGTERM and time.monotonic() - first_at < FORWARDED_WITHIN_S
+    return number != signal.SIGHUP and not is_forwarded
 
 
 @contextmanager
@@ -73,18 +78,18 @@ def ignore_shutdown_signals() -> None:
 class Interrupt:
     """Signal handler with two stages.
 
-    The first signal sets `requested`. A second one, except SIGHUP, raises KeyboardInterrupt.
+    The first signal sets `requested`. A second one raises KeyboardInterrupt.
     """
 
     def __init__(self) -> None:
         self.is_elsewhere = False
         """True if another process of the run has got a signal, which is not a first one here."""
-        self._has_signal = False
+        self._first_at: float | None = None
         self._previous: dict[int, Any] = {}
 
     @property
     def requested(self) -> bool:
-        return self._has_signal or self.is_elsewhere
+        return self._first_at is not None or self.is_elsewhere
 
     def __enter__(self) -> "Interrupt":
         for number in shutdown_signals():
@@ -98,9 +103,9 @@ class Interrupt:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._has_signal:
-            if forces_exit(number):
+        if self._first_at is not None:
+            if forces_exit(number, self._first_at):
                 raise KeyboardInterrupt
             return
-        self._has_signal = True
+        self._first_at = time.monotonic()
         log.warning("stopping after this step, with a checkpoint (interrupt again to stop now)")

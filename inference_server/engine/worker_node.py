@@ -64,6 +64,7 @@ class Stop:
 
     def __init__(self, drain_timeout_s: float) -> None:
         self._drain_timeout_s = drain_timeout_s
+        self._first_at: float | None = None
         self._at: float | None = None
 
     def __enter__(self) -> Self:
@@ -81,10 +82,11 @@ class Stop:
         return self._at is not None and time.monotonic() > self._at
 
     def _on_signal(self, number: int, _: object) -> None:
-        if self._at is None:
-            self._at = time.monotonic() + self._drain_timeout_s + SLACK_S
+        if self._first_at is None:
+            self._first_at = time.monotonic()
+            self._at = self._first_at + self._drain_timeout_s + SLACK_S
             log.info("waiting for node 0 to drain and end the server (server.drain_timeout_s)")
-        elif forces_exit(number):
+        elif forces_exit(number, self._first_at):
             self._at = 0.0
 
 

@@ -199,6 +199,14 @@ class LearnerRun(SharedConfig):
         port = self.server.get("http_port", DEFAULT_HTTP_PORT)
         return f"http://{join_address(host, port)}/v1"
 
+    def require_new_run_dir(self) -> None:
+        """Raise ConfigError if `run_dir` contains a run, which only --resume may continue."""
+        if (Path(self.run_dir) / "config.toml").exists():
+            raise ConfigError(
+                f"{self.run_dir} already contains a run; continue it with --resume, or choose another directory with "
+                "--run-dir"
+            )
+
     def check(self) -> None:
         sources = {
             "endpoint": self.endpoint if self.endpoint != DEFAULT_ENDPOINT else None,

@@ -105,11 +105,9 @@ def open_run_dir(run: LearnerRun, *, resume: bool) -> RunDir:
     path = Path(run.run_dir)
     if path.exists() and not path.is_dir():
         raise ConfigError(f"run_dir = {path} is a file; choose a directory")
+    if not resume:
+        run.require_new_run_dir()
     exists = (path / "config.toml").exists()
-    if exists and not resume:
-        raise ConfigError(
-            f"{path} already contains a run; continue it with --resume, or choose another directory with --run-dir"
-        )
     if not exists and path.exists() and _foreign_names(path, run.checkpoint_dir):
         raise ConfigError(f"{path} is not empty and contains no run; choose another directory with --run-dir")
     if not exists and resume:

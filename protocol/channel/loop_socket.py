@@ -24,6 +24,10 @@ MAX_TURN_S = 0.001
 """Maximum time to receive messages before other tasks of the event loop run, in seconds."""
 
 
+class SocketClosed(Exception):
+    """The socket was closed before a message was sent."""
+
+
 class LoopSocket:
     """Socket of one event loop, in which any task may send and receive."""
 
@@ -60,9 +64,14 @@ class LoopSocket:
         """Send a message once a connected peer accepts it.
 
         Messages that other tasks are already sending go first.
+
+        Raises:
+            SocketClosed: The socket was closed meanwhile.
         """
         async with self._send_lock:
             while True:
+                if self._socket.closed:
+                    raise SocketClosed
                 try:
                     return self.send_now(frames)
                 except zmq.Again:
@@ -131,9 +140,15 @@ class LoopSocket:
                 waiter.set_result(None)
 
     def close(self) -> None:
-        """Close the socket and cancel the waiting tasks."""
+        """Close the socket, cancel the tasks that wait to receive, and let `send` raise in those that wait to send.
+
+        A task that sends may have more to do, such as to store groups that another server sends.
+        """
         if self._loop is not None:
             self._loop.remove_reader(self._signal)
-        for waiter in self._waiting:
-            waiter.cancel()
         self._socket.close()
+        for waiter, event in self._waiting.items():
+            if event == READABLE:
+                waiter.cancel()
+            elif not waiter.done():
+                waiter.set_result(None)

@@ -21,7 +21,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from protocol.channel.keys import LearnerKeys, ServerKeys
 from protocol.channel.liveness import Connections, Failure, Monitor, address_of
-from protocol.channel.loop_socket import LoopSocket
+from protocol.channel.loop_socket import LoopSocket, SocketClosed
 from protocol.codec import Decoder, encode
 from protocol.endpoint import check_endpoint, needs_ipv6, split_endpoint
 from protocol.errors import ConfigError, DeadlineExceeded, HandshakeRefused, ProtocolError
@@ -325,12 +325,14 @@ class LearnerChannel:
         Raises:
             DeadlineExceeded: The channel is closed, or no connection accepts the message within `timeout_s`.
         """
-        if self._socket.closed:
-            raise DeadlineExceeded(f"{type(message).__name__} was not sent: the channel to {self.endpoint} is closed")
         try:
             # Not wait_for, which in Python 3.11 swallows a cancellation that arrives as the send completes.
             async with asyncio.timeout(timeout_s):
                 await self._messages.send(encode(message))
+        except SocketClosed as error:
+            raise DeadlineExceeded(
+                f"{type(message).__name__} was not sent: the channel to {self.endpoint} is closed"
+            ) from error
         except TimeoutError as error:
             raise DeadlineExceeded(
                 f"{type(message).__name__} could not be sent to {self.endpoint} within {timeout_s} s: "

@@ -213,6 +213,18 @@ def test_a_flag_of_the_server_enables_the_http_that_the_files_evaluations_need(t
     assert launch is not None and launch.learner_run.evaluation_url == "http://127.0.0.1:8001/v1"
 
 
+def test_a_run_that_lies_in_run_dir_is_refused_before_any_start_so_that_no_restart_resumes_it(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    arguments = [str(ROOT / RECIPE), "--run-dir", str(run_dir)]
+    assert read_arguments(arguments, "colocate", "") is not None
+    run_dir.mkdir()
+    (run_dir / "config.toml").touch()
+    with pytest.raises(ConfigError, match="already contains a run; continue it with --resume"):
+        read_arguments(arguments, "colocate", "")
+    assert read_arguments([*arguments, "--dry-run"], "colocate", "") is None
+    assert read_arguments([*arguments, "--resume"], "colocate", "") is not None
+
+
 def test_several_ranks_know_each_other_and_only_a_learner_that_was_started_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

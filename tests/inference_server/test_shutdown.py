@@ -64,16 +64,15 @@ def run_parts(test: Callable[[asyncio.Task[None], Draining, list[Part]], Awaitab
 
 
 @pytest.mark.parametrize("number", SHUTDOWN_SIGNALS)
-def test_the_first_signal_drains_and_repeated_sighups_are_ignored(
-    number: signal.Signals,
-) -> None:
-    """Kernel and shell both send SIGHUP, and systemd may send one after SIGTERM."""
+@pytest.mark.parametrize("copy", [signal.SIGHUP, signal.SIGTERM])
+def test_the_first_signal_drains_and_its_copies_are_ignored(number: signal.Signals, copy: signal.Signals) -> None:
+    """Kernel and shell both send SIGHUP. A parent forwards the SIGTERM that systemd sends to the server too."""
 
     async def test(ending: asyncio.Task[None], drain: Draining, parts: list[Part]) -> None:
         tell(number)
         await drain.has_begun.wait()
         for _ in range(2):
-            tell(signal.SIGHUP)
+            tell(copy)
             await asyncio.sleep(0.05)
         assert not ending.done() and not parts[0].is_cancelled
         drain.may_end.set()
@@ -84,7 +83,9 @@ def test_the_first_signal_drains_and_repeated_sighups_are_ignored(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_ends_the_drain(number: signal.Signals) -> None:
+def test_a_second_signal_ends_the_drain(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("protocol.signals.FORWARDED_WITHIN_S", 0.0)
+
     async def test(ending: asyncio.Task[None], drain: Draining, parts: list[Part]) -> None:
         tell(signal.SIGTERM)
         await drain.has_begun.wait()

@@ -4,15 +4,20 @@ import os
 import re
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+import learner.__main__
+import learner.train
 from deploy.placement import DeployRun
 from inference_server.config import ServerRun
 from learner.config import LearnerRun
 from protocol.config import load_config
-from tests.learner.forked_learner import run_learner
+from protocol.errors import DeadlineExceeded
+from tests.learner.forked_learner import end_of, run_learner, start_learner
 from tests.ports import free_endpoint
 
 ROOT = Path(__file__).parent.parent.parent
@@ -46,6 +51,24 @@ def test_a_server_that_does_not_come_in_time_is_one_line_and_the_exit_code_of_a_
     done = run_learner("train", RECIPE, *nobody, "--learner.report.dashboard-port", "0")
     expected = rf"no inference server answers at {endpoint} after 1 s; start one with `slipstream serve run\.toml`"
     assert_refused(done, expected, code=1)
+
+
+def be_held_up_at_the_end() -> None:
+    """Let training end with an error while a thread hangs, as in a write to a file system that is gone."""
+
+    def train(_: LearnerRun, *, resume: bool) -> None:
+        ThreadPoolExecutor(1).submit(time.sleep, 1000)
+        raise DeadlineExceeded("the checkpoint was not written")
+
+    learner.__main__.END_S = 0.5
+    learner.train.train = train
+
+
+def test_a_thread_that_hangs_does_not_keep_a_learner_that_failed_from_ending(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    process = start_learner(("train", RECIPE), log, log, be_held_up_at_the_end)
+    assert end_of(process, log, timeout_s=20) == 1
+    assert log.read_text().endswith("error: the checkpoint was not written\n")
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], expected: str, code: int = 2) -> None:

@@ -156,6 +156,16 @@ async def test_sending_without_a_server_ends_at_the_deadline() -> None:
 
 
 @in_event_loop
+async def test_sending_ends_with_the_channel() -> None:
+    channel = LearnerChannel("tcp://127.0.0.1:9")
+    sending = asyncio.create_task(channel.send(Ack(group_ids=[]), timeout_s=30))
+    await asyncio.sleep(0.1)
+    channel.close()
+    with pytest.raises(DeadlineExceeded, match=r"Ack was not sent: the channel to tcp://127.0.0.1:9 is closed"):
+        await sending
+
+
+@in_event_loop
 async def test_an_invalid_or_used_endpoint_is_an_error_with_the_endpoint() -> None:
     with channels() as (first, _):
         with pytest.raises(ConfigError, match=f"cannot listen on {first.endpoint}.*already in use.*`endpoint`"):

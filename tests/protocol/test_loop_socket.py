@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 import zmq
 
-from protocol.channel.loop_socket import LoopSocket
+from protocol.channel.loop_socket import LoopSocket, SocketClosed
 from tests.event_loop import in_event_loop
 
 TIMEOUT_S = 20.0
@@ -153,8 +153,13 @@ async def test_unread_messages_do_not_keep_the_event_loop_busy(pair: Pair) -> No
 
 
 @in_event_loop
-async def test_tasks_waiting_at_a_closed_socket_are_cancelled(pair: Pair) -> None:
-    waiting = [await begun(received(pair.ours)), await begun(pair.ours.send([b"nobody is there"]))]
+async def test_at_a_closed_socket_waiting_readers_are_cancelled_and_writers_get_an_error(pair: Pair) -> None:
+    """The error is for a task that has more to do than to send, which nobody has cancelled."""
+    reading, *writing = [
+        await begun(task)
+        for task in (received(pair.ours), pair.ours.send([b"nobody is there"]), pair.ours.send([b"the next in line"]))
+    ]
     pair.ours.close()
-    await asyncio.wait(waiting)
-    assert all(task.cancelled() for task in waiting)
+    await asyncio.wait([reading, *writing])
+    assert reading.cancelled()
+    assert [type(task.exception()) for task in writing] == [SocketClosed, SocketClosed]

@@ -132,6 +132,19 @@ def test_the_first_signal_here_stops_nothing_at_once_if_another_process_has_had_
         assert interrupt.requested
         signal.raise_signal(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_a_sigterm_that_a_parent_forwards_to_a_learner_that_has_got_the_signal_too_is_no_second_one(
+    first: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Interrupt() as interrupt:
+        for number in (first, signal.SIGTERM, signal.SIGTERM):
+            signal.raise_signal(number)
+        assert interrupt.requested
+        monkeypatch.setattr("protocol.signals.FORWARDED_WITHIN_S", 0.0)
+        with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
 
 
