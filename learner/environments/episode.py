@@ -9,6 +9,7 @@ policy did not sample has neither, so it is in no loss, logprob, KL or count. On
 """
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ import numpy as np
 from protocol.messages import Completion, Group, Message, Part
 from protocol.messages.parts import Version, check_array, check_experts
 
+log = logging.getLogger(__name__)
 UNKNOWN_VERSION = -1
 """Version of groups from before a restart.
 
@@ -179,6 +181,21 @@ class EpisodeGroup(Message, frozen=True, tag="PlayedGroup"):
     @property
     def oldest_version(self) -> int:
         return min(version for one in self.episodes for branch in one.branches for version in branch.sampled_versions)
+
+
+def group_of(group_id: str, played: Sequence[tuple[Episode, int | None]]) -> EpisodeGroup:
+    """Return the group of played episodes, each with the version under which it entered an engine.
+
+    Episodes without a turn of the policy are left out.
+    """
+    for episode, _ in played:
+        if episode.stats.state not in REWARDED:
+            log.warning("an episode of group %s ended as %s", group_id, episode.stats.state)
+    return EpisodeGroup(
+        group_id=group_id,
+        entered_version=min((version for _, version in played if version is not None), default=0),
+        episodes=[episode for episode, _ in played if episode.branches],
+    )
 
 
 AnyGroup = Group | EpisodeGroup

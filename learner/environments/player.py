@@ -30,6 +30,7 @@ from learner.environments.episode import (
     EpisodeStats,
     EpisodeTurn,
     Recording,
+    group_of,
     state_name,
 )
 from learner.environments.host import Call, Command, Observe, Rate, Reset, RewardResult, StepResult, TurnFeedback
@@ -97,15 +98,7 @@ class Player:
                 for episode in range(num_episodes)
             )
         )
-        for episode in (one.episode for one in played):
-            if episode.stats.state not in REWARDED:
-                log.warning("an episode of group %s ended as %s", group_id, episode.stats.state)
-        entered = [one.entered_version for one in played if one.entered_version is not None]
-        return EpisodeGroup(
-            group_id=group_id,
-            entered_version=min(entered, default=0),
-            episodes=[one.episode for one in played if one.episode.branches],
-        )
+        return group_of(group_id, [(progress.episode, progress.entered_version) for progress in played])
 
     async def _episode(self, progress: "Progress", ask: Ask) -> "Progress":
         async with self._environments.lease() as lease:

@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from learner.config import EnvironmentConfig, LearnerConfig, LearnerRun
-from learner.environments.episode import REWARDED, EpisodeGroup
+from learner.environments.episode import EpisodeGroup, group_of
 from learner.environments.player import Ask, Player
 from learner.environments.process import Environments, limits_of
 from learner.gateway.gateway import Gateway
@@ -70,16 +70,7 @@ class AgentPlayer:
         """Play the group of a prompt. Episodes without a turn of the policy are left out."""
         numbers = range(num_episodes)
         played = await asyncio.gather(*(self._episode(prompt, number, ask, max_tokens) for number in numbers))
-        entered = [session.entered_version for session in played if session.entered_version is not None]
-        episodes = [session.episode for session in played]
-        for episode in episodes:
-            if episode.stats.state not in REWARDED:
-                log.warning("an episode of group %s ended as %s", group_id, episode.stats.state)
-        return EpisodeGroup(
-            group_id=group_id,
-            entered_version=min(entered, default=0),
-            episodes=[episode for episode in episodes if episode.branches],
-        )
+        return group_of(group_id, [(session.episode, session.entered_version) for session in played])
 
     async def _episode(self, prompt: Prompt, number: int, ask: Ask, max_tokens: int) -> Session:
         async with self._agents.lease() as agent:
