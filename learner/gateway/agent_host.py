@@ -88,14 +88,12 @@ def send_of(owner: int, channel: socket.socket, **answer: Any) -> None:
 def outcome(run: Callable[..., Any], request: dict[str, Any]) -> dict[str, Any]:
     try:
         return {
-            "reward": checked(in_loop(play(run, request)) if is_asynchronous(run) else play_without_loop(run, request))
+            "reward": checked(
+                in_loop(play(run, request)) if user_code.is_asynchronous(run) else play_without_loop(run, request)
+            )
         }
     except user_code.ERRORS as error:
         return {"problem": f"raised {user_code.describe(error)}"}
-
-
-def is_asynchronous(run: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(run) or inspect.iscoroutinefunction(type(run).__call__)
 
 
 async def play(run: Callable[..., Any], request: dict[str, Any]) -> Any:
@@ -109,7 +107,7 @@ def play_without_loop(run: Callable[..., Any], request: dict[str, Any]) -> Any:
         reward = run(request["row"], base_url=request["base_url"], api_key=request["api_key"], http_client=client)
         if not inspect.isawaitable(reward):
             return reward
-        if not (inspect.iscoroutine(reward) and is_asynchronous(inspect.unwrap(run))):
+        if not (inspect.iscoroutine(reward) and user_code.is_asynchronous(inspect.unwrap(run))):
             return in_loop(reward)
     reward.close()  # a decorator wraps an asynchronous agent, which has not started and needs the other client
     return in_loop(play(run, request))

@@ -26,7 +26,7 @@ from learner.rewards.builtin.text import (
     share_right,
     think_format,
 )
-from learner.sandbox.user_code import NotLoaded, digests_of_files, load_named
+from learner.sandbox.user_code import NotLoaded, digests_of_files, is_asynchronous, load_named
 from protocol.errors import RewardError
 
 RewardFunction = Callable[..., Any]
@@ -116,16 +116,6 @@ def load_all(config: RewardConfig) -> LoadedFunctions:
         with_environments=frozenset(spec for spec in functions if names(spec, "environments")),
         file_digests=digests_of_files(load_function(spec) for spec in functions if ":" in spec),
     )
-
-
-def is_asynchronous(function: RewardFunction) -> bool:
-    """Return whether calling a function returns a coroutine.
-
-    Partial functions and callable objects count too, as in TRL.
-    """
-    while isinstance(function, functools.partial):
-        function = function.func
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 @functools.cache

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import importlib.machinery
 import importlib.util
+import inspect
 import os
 import sys
 import traceback
@@ -128,6 +129,16 @@ def file_of(loaded: Any) -> str | None:
     while isinstance(loaded, functools.partial):
         loaded = loaded.func
     return _file_of_module(sys.modules.get(getattr(loaded, "__module__", None) or ""))
+
+
+def is_asynchronous(function: Any) -> bool:
+    """Return whether calling a function returns a coroutine.
+
+    Partial functions and callable objects count too, as in TRL.
+    """
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def digests_of_files(loaded: Iterable[Any]) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import inspect
 import json
 import resource
 import select
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -119,6 +121,16 @@ def test_tasks_that_an_agent_leaves_behind_are_cancelled() -> None:
 
     assert outcome(leave, REQUEST) == {"reward": 0.5}
     assert left[0].cancelled()
+
+
+class Asynchronous:
+    async def __call__(self, row: dict[str, Any], *, http_client: Any, **given: Any) -> float:
+        return float(inspect.iscoroutinefunction(http_client.get))
+
+
+def test_an_asynchronous_object_gets_an_asynchronous_client_also_as_a_partial() -> None:
+    for agent in (Asynchronous(), partial(Asynchronous())):
+        assert outcome(agent, REQUEST) == {"reward": 1.0}
 
 
 def test_an_asynchronous_agent_behind_a_plain_decorator_gets_an_open_asynchronous_client() -> None:
