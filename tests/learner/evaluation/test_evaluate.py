@@ -283,6 +283,13 @@ def test_an_invalid_key_of_a_set_is_reported_with_its_set(tmp_path: Path, key: s
         load_config(LearnerRun, [str(config)], "learner evaluate")
 
 
+def test_an_unknown_key_of_a_set_in_a_flag_is_reported_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^flags: unknown key learner\.\S+hard\.num_prompt = 3; did you mean \S+prompts"
+    ):
+        a_run(tmp_path, None, "--learner.evaluation.sets.hard.num-prompt", "3")
+
+
 @pytest.mark.parametrize(
     ("evaluation", "expected"),
     [
