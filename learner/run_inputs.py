@@ -20,6 +20,7 @@ from learner.policy.model import load_config, load_tokenizer
 from learner.policy.model_shape import ModelShape, shape_of
 from learner.prompts.chat_template import TurnFormat
 from learner.prompts.prompts import Prompts
+from learner.rewards.function import check_columns
 from protocol.errors import ConfigError
 from protocol.messages import RoutingShape
 from protocol.model_digest import digest_model
@@ -85,7 +86,7 @@ class RunInputs:
         return self.prompts_of(self.run.learner.data)
 
     def prompts_of(self, data: DataConfig) -> Prompts:
-        """Return the prompts of `data`. Raises ConfigError or DataError if unusable."""
+        """Return the prompts of `data`. Raises ConfigError, DataError or RewardError if unusable."""
         renderer = self.run.learner.environment.tool_call_format
         if renderer is not None:
             renderer_of(self.tokenizer, renderer)  # fails early if the format does not fit
@@ -98,6 +99,7 @@ class RunInputs:
             prompts.check_one_kind(environment.named)
         if is_for_agents or (environment.is_used and prompts.are_conversations):
             prompts.check_whole(environment.named)
+        check_columns(self.run.learner.reward, prompts.name, prompts.prompt_at(0).columns)
         return prompts
 
     def tools(self) -> list[dict[str, Any]]:

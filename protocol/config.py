@@ -5,7 +5,6 @@ private: each program validates its own section and does not read the others. Pr
 default. An unknown key is an error.
 """
 
-import difflib
 import logging
 import math
 import os
@@ -20,7 +19,7 @@ import msgspec
 
 from protocol import former_keys
 from protocol.config_flags import description, with_flags
-from protocol.config_keys import MayChange, explain, keys_of, section_of_each
+from protocol.config_keys import MayChange, explain, refuse_unknown_keys
 from protocol.endpoint import check_endpoint
 from protocol.errors import ConfigError
 from protocol.hardware import Dtype, dtype_here
@@ -180,8 +179,8 @@ def _warn_once(text: str) -> None:
         log.warning("%s", text)
 
 
-def _from_file(config_type: type[C], path: Path) -> tuple[C, dict[str, str]]:
-    """Return the config, and the former key names in the file, with today's."""
+def read_toml(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the tables of a config file, and the former key names in it, with today's. Raises ConfigError."""
     try:
         raw = tomllib.loads(path.read_text("utf-8"))
     except FileNotFoundError as error:
@@ -189,42 +188,19 @@ def _from_file(config_type: type[C], path: Path) -> tuple[C, dict[str, str]]:
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path} cannot be read as TOML: {error}") from error
     try:
-        raw, former = former_keys.renamed(raw)
+        return former_keys.renamed(raw)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
-    _refuse_unknown_keys(config_type, raw, str(path), prefix="")
+
+
+def _from_file(config_type: type[C], path: Path) -> tuple[C, dict[str, str]]:
+    """Return the config, and the former key names in the file, with today's."""
+    raw, former = read_toml(path)
+    refuse_unknown_keys(config_type, raw, str(path))
     try:
         return msgspec.convert(raw, config_type), former
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {explain(str(error), raw, config_type)}") from error
-
-
-def _refuse_unknown_keys(struct: type[msgspec.Struct], raw: dict[str, Any], path: str, prefix: str) -> None:
-    """Raise ConfigError for an unknown key, with a suggestion.
-
-    This runs before msgspec, whose error names the section but suggests nothing.
-    """
-    fields = {field.name: field.type for field in msgspec.structs.fields(struct)}
-    for key, value in raw.items():
-        if key not in fields:
-            hint = _suggest(struct, key, value, prefix)
-            raise ConfigError(f"{path}: unknown key {prefix}{key} = {value!r}; {hint}")
-        section = fields[key]
-        if isinstance(section, type) and issubclass(section, msgspec.Struct) and isinstance(value, dict):
-            _refuse_unknown_keys(section, value, path, f"{prefix}{key}.")
-        elif (inner := section_of_each(section)) is not None and isinstance(value, dict):
-            for name, table in value.items():
-                if isinstance(table, dict):
-                    _refuse_unknown_keys(inner, table, path, f"{prefix}{key}.{name}.")
-
-
-def _suggest(struct: type[msgspec.Struct], key: str, value: object, prefix: str) -> str:
-    fields = {field.name for field in msgspec.structs.fields(struct)}
-    if isinstance(value, dict) and value and fields.issuperset(value):
-        return f"set {', '.join(value)} directly in {prefix.removesuffix('.') or 'the file'}, without a section {key}"
-    inside = [name for name in keys_of(struct) if name.endswith(f".{key}")]
-    near = inside or difflib.get_close_matches(key, fields, n=1)
-    return f"did you mean {prefix}{near[0]}?" if near else f"known keys: {', '.join(sorted(fields))}"
 
 
 def _refuse_unusable(value: Any, key: str = "") -> None:

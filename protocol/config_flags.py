@@ -18,7 +18,7 @@ import msgspec
 import tyro
 from tyro._docstrings import get_field_docstring
 
-from protocol.config_keys import expected_values, explain, is_passed_on, keys_of
+from protocol.config_keys import expected_values, explain, is_passed_on, keys_of, refuse_unknown_keys
 from protocol.errors import ConfigError
 
 C = TypeVar("C", bound=msgspec.Struct)
@@ -65,6 +65,7 @@ def with_flags(
     raw = msgspec.to_builtins(config)
     for path, value in passed_on:
         _set(raw, path, value)
+    refuse_unknown_keys(config_type, raw, "flags")
     try:
         return msgspec.convert(raw, config_type)
     except msgspec.ValidationError as error:
@@ -178,13 +179,13 @@ def _flag_of(key: str) -> str:
 def _refuse_unknown_flags(config_type: type[msgspec.Struct], flags: list[str], switches: Iterable[str]) -> None:
     """Raise ConfigError for a flag of no key, and for a key that only the file can set."""
     keys = {key: field for key, field in keys_of(config_type).items() if not is_passed_on(field)}
-    in_file = [_flag_of(key) for key, field in keys.items() if _is_only_in_file(field)]
-    known = {"--help", "-h", *(_flag_of(key) for key in keys)} - set(in_file)
+    in_file = [key for key, field in keys.items() if _is_only_in_file(field)]
+    known = {"--help", "-h", *(_flag_of(key) for key in keys if key not in in_file)}
     for name, _ in _with_values(flags):
         if not name or name in known:
             continue
-        if any(name == flag or name.startswith(f"{flag}.") for flag in in_file):
-            key = name.removeprefix("--").replace("-", "_")
+        key = name.removeprefix("--").replace("-", "_")
+        if any(f"{key}.".startswith(f"{one}.") for one in in_file):
             raise ConfigError(
                 f"{name} is no flag of this command; set {key} in the config file, or see --help for all flags"
             )

@@ -1,11 +1,14 @@
 """Keys of a config: their names, and what their types state about them."""
 
+import difflib
 from collections.abc import Mapping
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 import msgspec
 import tyro
+
+from protocol.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -95,3 +98,31 @@ def explain(message: str, raw: dict[str, Any], config_type: type[msgspec.Struct]
         return f"{', '.join(assignments)}: {problem}"
     # A section's own checks start with one of its keys, msgspec's with a capital letter.
     return ".".join([*keys, problem]) if problem[0].islower() else message
+
+
+def refuse_unknown_keys(struct: type[msgspec.Struct], raw: dict[str, Any], path: str, prefix: str = "") -> None:
+    """Raise ConfigError for an unknown key, with a suggestion.
+
+    This runs before msgspec, whose error names the section but suggests nothing.
+    """
+    fields = {field.name: field.type for field in msgspec.structs.fields(struct)}
+    for key, value in raw.items():
+        if key not in fields:
+            hint = _suggest(struct, key, value, prefix)
+            raise ConfigError(f"{path}: unknown key {prefix}{key} = {value!r}; {hint}")
+        section = fields[key]
+        if isinstance(section, type) and issubclass(section, msgspec.Struct) and isinstance(value, dict):
+            refuse_unknown_keys(section, value, path, f"{prefix}{key}.")
+        elif (inner := section_of_each(section)) is not None and isinstance(value, dict):
+            for name, table in value.items():
+                if isinstance(table, dict):
+                    refuse_unknown_keys(inner, table, path, f"{prefix}{key}.{name}.")
+
+
+def _suggest(struct: type[msgspec.Struct], key: str, value: object, prefix: str) -> str:
+    fields = {field.name for field in msgspec.structs.fields(struct)}
+    if isinstance(value, dict) and value and fields.issuperset(value):
+        return f"set {', '.join(value)} directly in {prefix.removesuffix('.') or 'the file'}, without a section {key}"
+    inside = [name for name in keys_of(struct) if name.endswith(f".{key}")]
+    near = inside or difflib.get_close_matches(key, fields, n=1)
+    return f"did you mean {prefix}{near[0]}?" if near else f"known keys: {', '.join(sorted(fields))}"

@@ -135,7 +135,7 @@ def _current_value(path: Path, name: Path, value: Any, former: dict[str, str]) -
     now = VALUES.get(key_now, {}).get(spelled, value) if isinstance(spelled, str) else value
     if path != name:
         former[key] = key_now
-    elif now != value:
+    elif now is not value:  # a NaN does not equal itself
         former[f'{key} = "{value}"'] = f'"{now}"'
     return now
 

@@ -26,8 +26,8 @@ FORBIDDEN = {
     "inference_server": {"learner", "deploy", "accelerate"},
 }
 ORDER = (  # folders and top files of the learner: each may import only earlier ones
-    "config", "prompts", "servers", "algorithm", "forward", "policy", "environments", "gateway", "run_inputs",
-    "rewards", "rollouts", "training", "storage", "evaluation", "report", "publishing", "reference_controller",
+    "config", "prompts", "servers", "algorithm", "forward", "policy", "environments", "gateway", "rewards",
+    "run_inputs", "rollouts", "training", "storage", "evaluation", "report", "publishing", "reference_controller",
     "server_fit", "controller", "doctor", "train", "starter", "__main__",
 )  # fmt: skip
 INDEPENDENT = {"prompts", "servers", "algorithm", "forward"}

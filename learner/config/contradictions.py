@@ -216,11 +216,12 @@ def _check_corrections(config: "LearnerConfig") -> None:
         '"none": the ratio is always 1, so nothing is clipped or corrected; set off_policy_correction.weight, '
         'raise updates_per_batch, or set off_policy_correction.anchor = "behavior"',
     )
+    remedy = 'weight = "none"' if loss.objective == "vespo" else 'anchor = "proximal"'
+    mask = 'with granularity = "sequence" to exclude completions' if loss.is_of_completion else "to exclude tokens"
     refuse(
         not is_proximal and correction.weight_used == "truncate" and loss.has_ratio is True,
         f'off_policy_correction.weight = "truncate" with anchor = "behavior": the ratio of {loss.objective} already is '
-        'the importance weight, which would count twice; set anchor = "proximal", or weight = "mask" to exclude '
-        "tokens",
+        f'the importance weight, which would count twice; set {remedy}, or weight = "mask" {mask}',
     )
     is_token_mask = correction.weight_used == "mask" and correction.granularity == "token"
     max_binary_kl, max_staleness = correction.max_binary_kl, correction.max_token_staleness

@@ -10,6 +10,8 @@ from learner.config.section import AtLeastOne, Fraction, Section, Timeout, requi
 from protocol.config_keys import MayChange
 
 MIN_WEIGHT = 0.01
+OWN_TEMPLATE_KWARGS = {"conversation", "tokenize", "return_dict", "add_generation_prompt", "continue_final_message"}
+"""Arguments of the chat template that prompts/chat_template.py passes."""
 
 
 class DataConfig(Section):
@@ -70,6 +72,10 @@ class DataConfig(Section):
             len(sources) == 1,
             f"{', '.join(f'{key} = {value!r}' for key, value in sources.items())} are set; expected exactly one of "
             "task, path and dataset",
+        )
+        taken = ", ".join(key for key in self.chat_template_kwargs if key in OWN_TEMPLATE_KWARGS)
+        require(
+            not taken, f"chat_template_kwargs contains {taken}, which every call of the template sets itself; remove it"
         )
         require(
             self.overlong_prompts == "error" or self.max_prompt_tokens is not None,

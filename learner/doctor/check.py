@@ -15,6 +15,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from statistics import fmean, median
 
+import msgspec
 import numpy as np
 
 from learner.algorithm.plug_in import check_plug_ins
@@ -30,8 +31,9 @@ from learner.rewards.workers import GroupRewards, RewardWorkers
 from learner.run_inputs import RunInputs
 from learner.training.metrics import StepTimer, group_metrics
 from learner.training.step import train_on
+from learner.training.warm_start import check_answers
 from protocol.doctor import Finding, ok, problem, problem_of, unknown
-from protocol.errors import ConfigError, RewardError, SlipstreamError
+from protocol.errors import ConfigError, DataError, RewardError, SlipstreamError
 from protocol.signals import Interrupt
 
 NUM_SHOWN = 3
@@ -40,7 +42,6 @@ NUM_COMPLETIONS = 4
 """Number of completions of a scored prompt. Functions may need several, as in training."""
 MAX_CHARACTERS = 400
 GOLD_COLUMN = "answer"
-STARTUP_S = 60.0
 NUM_STEPS = 8
 NUM_COLD = 3
 """Number of first steps left out of the timing.
@@ -90,6 +91,8 @@ def preview(run: LearnerRun) -> Iterator[Finding]:
             yield unknown("rewards", f"not checked: {run.learner.environment.named} rewards only episodes of a policy")
         else:
             yield from reward_findings(run_inputs, [prompts.prompt_at(i) for i in range(min(NUM_RATED, len(prompts)))])
+        if run.learner.warm_start.steps:
+            yield warm_start_finding(run_inputs)
         yield workload(run, len(prompts))
     if run.learner.evaluation.every_steps:
         yield from evaluation_findings(run_inputs)
@@ -121,7 +124,8 @@ def reward_findings(run_inputs: RunInputs, prompts: Sequence[Prompt]) -> Iterato
     """Yield each function's mean reward for right answers, if any, and for noise."""
     config = run_inputs.run.learner.reward
     try:
-        with RewardWorkers(config) as workers:
+        # A service that is down is a finding, and no reason to wait.
+        with RewardWorkers(msgspec.structs.replace(config, unreachable_s=0.0)) as workers:
             noisy = [_rated(run_inputs, workers, prompt, _noise(run_inputs, prompt)) for prompt in prompts]
             gold = [
                 _rated(run_inputs, workers, prompt, texts) for prompt in prompts if (texts := _right_answers(prompt))
@@ -148,6 +152,16 @@ def reward_findings(run_inputs: RunInputs, prompts: Sequence[Prompt]) -> Iterato
             f"right answers score no higher than noise ({fmean(right):.3g} and {fmean(wrong):.3g} in total); check "
             "that this is intended",
         )
+
+
+def warm_start_finding(run_inputs: RunInputs) -> Finding:
+    """Return whether the data has the answers of the warm start."""
+    config = run_inputs.run.learner
+    try:
+        check_answers(run_inputs, config)
+    except DataError as error:
+        return problem_of("warm start", error, "correct learner.warm_start")
+    return ok("warm start", f"the column {config.warm_start.answer_column!r} has an answer for each of its prompts")
 
 
 def workload(run: LearnerRun, num_prompts: int) -> Finding:
@@ -184,9 +198,8 @@ def evaluation_findings(run_inputs: RunInputs) -> Iterator[Finding]:
 
 
 def _rated(run_inputs: RunInputs, workers: RewardWorkers, prompt: Prompt, texts: list[str]) -> GroupRewards:
-    config, tokenizer = run_inputs.run.learner.reward, run_inputs.tokenizer
-    ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    return workers.submit(prompt, texts, ids).result(STARTUP_S + len(config.functions) * config.timeout_s)
+    ids = [run_inputs.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    return workers.submit(prompt, texts, ids).result()  # the workers end every call at its deadline
 
 
 def _right_answers(prompt: Prompt) -> list[str]:

@@ -5,6 +5,7 @@
 Invariant: two evaluations with equal digests used the same prompts, sampled in the same way and scored alike.
 """
 
+import re
 from collections.abc import Sequence
 
 import msgspec
@@ -15,8 +16,11 @@ from learner.config.rewards import JUDGE
 from learner.prompts.prompts import Prompts
 from learner.rollouts.turns import EpisodePlayer
 from learner.run_inputs import RunInputs
+from protocol.errors import DataError
 
 DEFAULT_SPLIT = "test"
+DATA_KEYS = ("task", "path", "dataset", "dataset_config", "split", "num_prompts")
+"""Keys of learner.data that an evaluation may have too."""
 
 
 class EvalSet:
@@ -26,7 +30,10 @@ class EvalSet:
         run = run_inputs.run
         self.run, self.tokenizer, self.set_name = run, run_inputs.tokenizer, set_name
         self.config, self.url = run.learner.evaluation.of_set(set_name), run.evaluation_url
-        self.source = run_inputs.prompts_of(evaluated_data(self.config, run.learner.data))
+        try:
+            self.source = run_inputs.prompts_of(evaluated_data(self.config, run.learner.data))
+        except DataError as error:
+            raise DataError(_with_own_keys(str(error), run.learner.evaluation, set_name)) from error
         self.name = self.source.name
         self.prompts = [self.source.prompt_at(i) for i in range(len(self.source))]
         self.digest = _digest(run, self.config, self.source)
@@ -49,7 +56,7 @@ def evaluated_data(config: EvaluationConfig, data: DataConfig) -> DataConfig:
     Not shuffled, because each prompt is used once. A set may name another part of the run's dataset or task,
     which is read in the same way.
     """
-    has_source = config.task is not None or config.path is not None or config.dataset is not None
+    has_source = _has_source(config)
     is_part = data.dataset is not None and (config.split is not None or config.dataset_config is not None)
     if not has_source and not is_part:
         return msgspec.structs.replace(data, shuffle=False, num_prompts=config.num_prompts or data.num_prompts)
@@ -63,6 +70,21 @@ def evaluated_data(config: EvaluationConfig, data: DataConfig) -> DataConfig:
         num_digits=data.num_digits if config.task == data.task else None,
     )  # fmt: skip
     return chosen.in_effect()
+
+
+def _with_own_keys(message: str, evaluation: EvaluationConfig, set_name: str | None) -> str:
+    """Return an error message about learner.data with the names that its keys have in this set."""
+    chosen, of_set = evaluation.of_set(set_name), evaluation.sets.get(set_name or "", evaluation)
+    own = DATA_KEYS if _has_source(chosen) else [key for key in DATA_KEYS if getattr(chosen, key) is not None]
+    for key in own:
+        is_inherited = getattr(of_set, key) is None and getattr(evaluation, key) is not None
+        section = "learner.evaluation" + (f".sets.{set_name}" if set_name and not is_inherited else "")
+        message = re.sub(rf"\blearner\.data\.{key}\b", f"{section}.{key}", message)
+    return message
+
+
+def _has_source(config: EvaluationConfig) -> bool:
+    return config.task is not None or config.path is not None or config.dataset is not None
 
 
 def _digest(run: LearnerRun, config: EvaluationConfig, prompts: Prompts) -> str:

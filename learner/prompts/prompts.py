@@ -182,10 +182,9 @@ class Prompts:
         first = f"row {rows[0]} of {self._source.name} has {num_tokens[rows[0]]} tokens"
         if config.overlong_prompts == "error":
             raise DataError(
-                f"the prompt in {first}, but the limit is {config.max_prompt_tokens}; {len(rows)} of "
-                f"{len(num_tokens)} prompts are longer. Raise server.max_model_len (and "
-                "learner.data.max_prompt_tokens, if set), filter the data, or set learner.data.overlong_prompts to "
-                "drop or truncate"
+                f"the prompt in {first}, more than learner.data.max_prompt_tokens = {config.max_prompt_tokens}; "
+                f"{len(rows)} of {len(num_tokens)} prompts are longer. Raise it, filter the data, or set "
+                "learner.data.overlong_prompts to drop or truncate"
             )
         logger.warning(
             "%s %d of %d prompts with more than learner.data.max_prompt_tokens = %d tokens (the prompt in %s)",

@@ -23,7 +23,7 @@ import msgspec
 
 from learner.config import RewardConfig
 from learner.environments.attributes import AttributeView, plain
-from learner.rewards.function import BUILT_IN, accepts, load_function, names
+from learner.rewards.function import BUILT_IN, accepts, load_function, missing_columns, names
 from learner.sandbox.user_code import ERRORS, describe, shorten, to_utf8_text
 from protocol.console import counted
 
@@ -121,6 +121,8 @@ def call_function(
     `wait` returns the result of a coroutine, if the function returns one.
     """
     logged = Log(len(call.completions), reserved)
+    for missing in missing_columns(call.function, _columns(call)):
+        return f"reads the column {missing!r}, which this row does not have {_names_of_columns(call)}"
     try:
         returned = load_function(call.function)(**_arguments(call, logged))
         if inspect.isawaitable(returned):
@@ -268,8 +270,12 @@ def _for_each(value: Any, num_completions: int) -> list[Any]:
 
 
 def _raised(error: BaseException, call: RewardCall) -> UnreachableService | str:
-    problem = f"raised {describe(error)} (columns: {', '.join(_columns(call)) or 'none'})"
+    problem = f"raised {describe(error)} {_names_of_columns(call)}"
     return UnreachableService(problem) if is_unreachable(error) else problem
+
+
+def _names_of_columns(call: RewardCall) -> str:
+    return f"(columns: {', '.join(_columns(call)) or 'none'})"
 
 
 def _listed(returned: Any) -> Any:

@@ -200,7 +200,7 @@ class ConcurrentCalls:
         elif received is not None:
             job = self._in_flight.pop(received.number, None)
             if job is not None:
-                job.future.set_result(answer_of(received, self._config))
+                job.future.set_result(answer_of(received, job.call, self._config))
         elif self._remaining_s() == 0:
             self._lost(self._end_overdue())
 

@@ -8,7 +8,7 @@ modules, nothing heavier.
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -45,6 +45,13 @@ BUILT_IN: dict[str, RewardFunction] = {
         environment_reward,
     )
 }
+
+
+GIVEN = {
+    "prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "opens_reasoning",
+    "timeout_s", "reward_config", "environment_rewards", "environments",
+}  # fmt: skip
+"""Arguments of a function that are no columns."""
 
 
 @functools.cache
@@ -131,6 +138,28 @@ def names(spec: str, name: str) -> bool:
     `**kwargs` does not count, because it does not request expensive arguments.
     """
     return name in _parameters(spec)
+
+
+def missing_columns(spec: str, columns: Collection[str]) -> list[str]:
+    """Return the columns that a built-in function requires besides these."""
+    if spec not in BUILT_IN:
+        return []
+    required = [
+        name
+        for name, parameter in _parameters(spec).items()
+        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+    ]
+    return [name for name in required if name not in GIVEN and name not in columns]
+
+
+def check_columns(config: RewardConfig, data: str, columns: Collection[str]) -> None:
+    """Raise RewardError if the data has not the columns that a built-in function requires."""
+    for spec in config.functions:
+        for missing in missing_columns(spec, columns):
+            raise RewardError(
+                f'learner.reward.functions contains "{spec}", which reads the column {missing!r}, but the columns of '
+                f"{data} are: {', '.join(columns) or 'none'}. Rename the column of the data"
+            )
 
 
 def _parameters(spec: str) -> Mapping[str, inspect.Parameter]:

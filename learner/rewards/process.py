@@ -23,7 +23,7 @@ from learner.rewards.call import (
     call_function,
     is_unreachable,
 )
-from learner.rewards.function import LoadedFunctions, load_all
+from learner.rewards.function import BUILT_IN, LoadedFunctions, load_all
 from learner.sandbox.descendants import end_if_forked
 from learner.sandbox.process import (
     STARTUP_REMEDY,
@@ -94,7 +94,7 @@ class RewardProcess(PipeProcess):
         if failure is not None:
             return failure
         reply = self.answer(REPLY, call.timeout_s, self.limits.slow_remedy)
-        return reply if isinstance(reply, ProcessFailure) else answer_of(reply, self._config)
+        return reply if isinstance(reply, ProcessFailure) else answer_of(reply, call, self._config)
 
     def start_call(self, number: int, call: RewardCall) -> ProcessFailure | None:
         """Send a call without waiting for its reply."""
@@ -116,7 +116,7 @@ def limits_of(config: RewardConfig) -> SandboxLimits:
     )
 
 
-def answer_of(reply: Reply, config: RewardConfig) -> RewardAnswer | ProcessFailure:
+def answer_of(reply: Reply, call: RewardCall, config: RewardConfig) -> RewardAnswer | ProcessFailure:
     """Return the rewards of a reply, or the function's error as a ProcessFailure."""
     match reply.answer:
         case RewardAnswer() as answer:
@@ -127,7 +127,7 @@ def answer_of(reply: Reply, config: RewardConfig) -> RewardAnswer | ProcessFailu
             problem = f"did not return within {config.timeout_s:g} s and was canceled"
             return ProcessFailure("timed_out", problem, "make it faster or raise learner.reward.timeout_s")
         case problem:
-            return ProcessFailure("failed", problem, "correct the function")
+            return ProcessFailure("failed", problem, "" if call.function in BUILT_IN else "correct the function")
 
 
 # --- in the process -----------------------------------------------------------------------------------------

@@ -294,13 +294,13 @@ def _function_rewards(job: Job) -> FunctionRewards:
         return FunctionRewards(name=job.name, rewards=answer.rewards, metrics=answer.metrics, extra=answer.extra)
     message = (
         f"reward function {job.name} {answer.problem}, for {len(call.completions)} completions of prompt "
-        f"{shorten(call.prompt)}, the first of them {shorten(call.completions[0])}; {answer.remedy}"
+        f"{shorten(call.prompt)}, the first of them {shorten(call.completions[0])}"
     )
     return FunctionRewards(
         name=job.name,
         rewards=[None] * len(call.completions),
         outcome="failed" if answer.outcome == "killed" else answer.outcome,
-        message=message,
+        message=f"{message}; {answer.remedy}" if answer.remedy else message,
     )
 
 

@@ -24,11 +24,10 @@ from learner.prompts.prompts import Prompts
 from learner.storage.checkpoint import find_checkpoint
 from learner.storage.checkpoint_dir import OWNER_FILE, claim
 from learner.storage.files import network_file_system, replace_file
-from protocol.config import to_toml
+from protocol.config import read_toml, to_toml
 from protocol.config_keys import flatten, keys_of, may_change
 from protocol.console import counted
 from protocol.errors import ConfigError, DataError
-from protocol.former_keys import renamed
 
 log = logging.getLogger(__name__)
 DUAL_CLIP = "learner.loss.dual_clip"
@@ -136,10 +135,7 @@ def _compare(path: Path, run: LearnerRun) -> None:
     Raises:
         ConfigError: A resume may not change one of the keys, or the checkpoints are elsewhere or missing.
     """
-    try:
-        before = flatten(renamed(tomllib.loads(path.read_text("utf-8")))[0])
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+    before = flatten(read_toml(path)[0])
     now, keys = flatten(tomllib.loads(to_toml(_with_dual_clip(run)))), keys_of(LearnerRun)
     for config in (before, now):
         _settle_defaults(config)

@@ -45,12 +45,7 @@ def warm_start(run_inputs: RunInputs, config: LearnerConfig, accelerator: Accele
         NotFiniteError: The gradient norm is NaN or inf.
     """
     settings, prompts, tokenizer = config.warm_start, run_inputs.prompts, run_inputs.tokenizer
-    end = prompts.template.turn_end() if prompts.are_conversations else tokenizer.eos_token_id
-    if end is None:
-        raise DataError(
-            f"learner.warm_start.steps = {settings.steps} needs a tokenizer with an end-of-sequence token, but this "
-            "model's has none; set learner.warm_start.steps to 0, or set `model` to another one"
-        )
+    end = check_answers(run_inputs, config)
     optimizer = make_optimizer(policy, config.optimizer, settings.learning_rate)
     loss = 0.0
     steps = tqdm(
@@ -75,6 +70,24 @@ def warm_start(run_inputs: RunInputs, config: LearnerConfig, accelerator: Accele
         steps.set_postfix(loss=f"{loss:.3f}", refresh=False)
     log.info("completed the warm start (%d steps, last loss %.3f per token)", settings.steps, loss)
     return loss
+
+
+def check_answers(run_inputs: RunInputs, config: LearnerConfig) -> int:
+    """Check every answer of the warm start, and return the token that ends them.
+
+    Raises:
+        DataError: The data has no usable answers, or the tokenizer has no end-of-sequence token.
+    """
+    settings, prompts, tokenizer = config.warm_start, run_inputs.prompts, run_inputs.tokenizer
+    end: int | None = prompts.template.turn_end() if prompts.are_conversations else tokenizer.eos_token_id
+    if end is None:
+        raise DataError(
+            f"learner.warm_start.steps = {settings.steps} needs a tokenizer with an end-of-sequence token, but this "
+            "model's has none; set learner.warm_start.steps to 0, or set `model` to another one"
+        )
+    for slot in range(min(settings.steps * settings.rows_per_step, len(prompts))):
+        _answer_ids(prompts.prompt_at(slot), tokenizer, config, end)
+    return end
 
 
 def answer_rows(

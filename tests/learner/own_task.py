@@ -24,6 +24,9 @@ def deviation(completions, **row):
 def broken(completions, **row):
     raise KeyError("no such column")
 
+def unreachable(completions, **row):
+    raise ConnectionRefusedError("no service")
+
 def late_once(completions, answer, **row):
     if answer[0] == "23":
         time.sleep(600)

@@ -49,6 +49,7 @@ class Run(SharedConfig):
     learner: Side
     """One side."""
     server: Annotated[dict[str, Any], tyro.conf.Suppress] = msgspec.field(default_factory=dict)
+    only_in_file: Annotated[dict[str, Any], tyro.conf.Suppress] = msgspec.field(default_factory=dict)
     """The other side."""
 
 
@@ -128,6 +129,10 @@ OPEN = "--endpoints tcp://127.0.0.1:1 tcp://10.0.0.5:1"
         ("--learner.cores 1 b", r"cores 1 b is not valid; use any number of values, each an integer or None$"),
         ("--server", r"^--server is no flag of this command; set server in the config file, or see --help"),
         ("--server.port 1", r"^--server\.port is no flag of this command; set server\.port in the config file"),
+        (
+            "--only_in_file.x 1",
+            r"^--only_in_file\.x is no flag of this command; set only_in_file\.x in the config file",
+        ),
         ("--insecure maybe", "--insecure maybe is not a boolean; use --insecure true or --insecure false"),
         ("--learner.library.a", r"--learner\.library\.a has no value; expected: .* VALUE"),
         ("--learner.library 1", r"unknown flag --learner\.library"),

@@ -1,6 +1,7 @@
 """Former names of keys, values and metrics: read as those of today, with one warning."""
 
 import logging
+import math
 from pathlib import Path
 from typing import Any, cast
 
@@ -93,6 +94,10 @@ def test_former_names_and_values_cost_one_warning_that_names_each(
     assert "learner.push.overlap is now learner.weight_sync.overlap_with_training" in line
     assert "learner.push.wire is now learner.weight_sync.compression" in line
     assert 'learner.weight_sync.compression = "dense" is now "none"' in line
+
+
+def test_a_nan_is_no_former_value() -> None:
+    assert former_keys.renamed({"learner": {"lora": {"alpha": math.nan}}})[1] == {}
 
 
 def test_names_of_today_cost_no_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

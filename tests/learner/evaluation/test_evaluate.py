@@ -16,10 +16,11 @@ from learner.evaluation.results import Evaluation, format_evaluation
 from learner.rewards.workers import FunctionRewards, GroupRewards
 from learner.run_inputs import RunInputs
 from protocol.config import load_config, to_toml
-from protocol.errors import ConfigError, RewardError
+from protocol.errors import ConfigError, DataError, RewardError
 from tests.learner.in_process import run_here
 from tests.learner.openai_server import OpenAIServer
 from tests.learner.own_task import write_task
+from tests.learner.runs import make_run
 from tests.ports import free_port
 
 
@@ -305,6 +306,39 @@ def test_an_invalid_key_of_a_set_is_reported_with_its_set(tmp_path: Path, key: s
     config.write_text(to_toml(a_run(tmp_path, None)) + f"\n[learner.evaluation.sets.hard]\n{key}\n")
     with pytest.raises(ConfigError, match=rf"learner\.evaluation\.{expected}"):
         load_config(LearnerRun, [str(config)], "learner evaluate")
+
+
+def test_an_unknown_key_of_a_set_in_a_flag_is_reported_with_the_nearest(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"^flags: unknown key learner\.\S+hard\.num_prompt = 3; did you mean \S+prompts"
+    ):
+        a_run(tmp_path, None, "--learner.evaluation.sets.hard.num-prompt", "3")
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "expected"),
+    [
+        ({"path": "absent.jsonl"}, "^learner.evaluation.path = 'absent.jsonl' cannot be read"),
+        (
+            {"task": "sumz"},
+            "^learner.evaluation.task = 'sumz' is .* set learner.evaluation.path or learner.evaluation.",
+        ),
+        ({"num_prompts": 9999, "sets": {"hard": {"task": "sums"}}}, "^learner.evaluation.num_prompts = 9999 is more"),
+        ({"sets": {"hard": {"path": "absent.jsonl"}}}, "^learner.evaluation.sets.hard.path = 'absent.jsonl' cannot"),
+        (
+            {"sets": {"hard": {"task": "sumz"}}},
+            "set learner.evaluation.sets.hard.path or learner.evaluation.sets.hard.",
+        ),
+        ({}, "^learner.data.num_digits = 19 is more than the 18"),
+    ],
+)
+def test_an_error_of_the_data_names_the_key_of_its_evaluation(
+    tmp_path: Path, evaluation: dict[str, Any], expected: str
+) -> None:
+    data = {"task": "reverse", "num_prompts": 4, "num_digits": 19}
+    run = make_run(tmp_path, "tcp://127.0.0.1:1", data=data, evaluation=evaluation)
+    with pytest.raises(DataError, match=expected):
+        sets_of(RunInputs(run))
 
 
 def test_the_evaluation_url_follows_the_address_of_the_server(tmp_path: Path) -> None:

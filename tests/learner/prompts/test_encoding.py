@@ -158,8 +158,8 @@ def test_overlong_prompts_are_truncated_at_the_start(tokenizer: PreTrainedTokeni
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ({"max_prompt_tokens": 4}, r"row 1 of .*rows.jsonl has 5 tokens, but the limit is 4; 3 of 6 prompts are "
-                                   r"longer. .*learner.data.overlong_prompts"),
+        ({"max_prompt_tokens": 4}, r"row 1 of .*rows.jsonl has 5 tokens, more than learner.data.max_prompt_tokens = 4; "
+                                   r"3 of 6 prompts are longer. Raise it, filter .*learner.data.overlong_prompts"),
         ({"max_prompt_tokens": 1, "overlong_prompts": "drop"},
             r"every prompt of .* has more than learner\.data\.max_prompt_tokens = 1"),
     ],

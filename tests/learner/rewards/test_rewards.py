@@ -106,6 +106,7 @@ def test_rewards_are_weighted_and_a_failed_function_drops_the_group(
         (f"{USER}:exits", "raised SystemExit"),
         (f"{USER}:problem_reward", "raised TypeError: \"problem_reward() missing 1 required positional argument: "
                                    "'answers'"),
+        ("passes_tests", "reads the column 'tests', which this row does not have (columns: answer)"),
         (f"{ASYNCHRONOUS}:raises", "raised TimeoutError: 'the judge is asleep'"),
         (f"{ASYNCHRONOUS}:awaits_what_it_cancelled", "raised CancelledError"),
         (f"{ASYNCHRONOUS}:logs_what_is_taken", "reward/mean is the run's own metric"),
@@ -116,6 +117,11 @@ def test_a_function_that_breaks_its_contract_gets_an_error_with_the_reason(funct
     call = RewardCall(function, "21>", {"answer": "12"}, ["12", "1", "2"], [[1], [2], [3]])
     answer = call_function(call, frozenset({"mean"}), asyncio.run)
     assert isinstance(answer, str) and problem in answer
+
+
+def test_the_error_of_a_built_in_function_does_not_ask_to_correct_it():
+    (failed,) = score(["json_schema"], ["{}"], prompt(schema="[")).functions
+    assert "DecodeError" in failed.message and failed.message.endswith("the first of them '{}'")
 
 
 def test_values_that_a_function_logs_leave_the_process_as_plain_data():

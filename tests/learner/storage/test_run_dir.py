@@ -87,6 +87,16 @@ def test_a_resume_with_another_value_of_a_fixed_key_is_rejected(
         open_run_dir(now(tmp_path, changed), resume=True).close()
 
 
+@pytest.mark.parametrize("text", [b"steps = ", b"\xff"])
+def test_a_damaged_config_of_the_run_is_named(tmp_path: Path, text: bytes) -> None:
+    first = open_run_dir(now(tmp_path), resume=False)
+    first.begin()
+    first.close()
+    (first.path / "config.toml").write_bytes(text)
+    with pytest.raises(ConfigError, match=r"config\.toml cannot be read as TOML"):
+        open_run_dir(now(tmp_path), resume=True)
+
+
 def test_keys_that_errors_advise_to_change_can_change_at_a_resume_and_are_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

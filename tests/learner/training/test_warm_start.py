@@ -115,10 +115,20 @@ def test_a_run_starts_from_the_warm_weights_and_resumes_from_them_if_it_ended_be
 def test_data_without_answers_is_refused_with_the_columns_it_has(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "12>", "solution": "21", "level": 1}\n')
     data = {"path": str(tmp_path / "rows.jsonl")}
+    keys: dict[str, Any] = {"data": data, "reward": {"functions": ["think_format"]}}
     with pytest.raises(DataError, match=r"row 0 .* none in column 'answer'.*: solution, level\. Set .*answer_column"):
-        warmed(make_run(tmp_path, "tcp://x:1", data=data, warm_start=WARM))
-    named = make_run(tmp_path, "tcp://x:1", data=data, warm_start=WARM | {"answer_column": "solution"})
+        warmed(make_run(tmp_path, "tcp://x:1", warm_start=WARM, **keys))
+    named = make_run(tmp_path, "tcp://x:1", warm_start=WARM | {"answer_column": "solution"}, **keys)
     assert warmed(named)[1] > 0
+
+
+def test_all_answers_are_checked_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"prompt": f"{i}>", "answer": "1" if i < 29 else None} for i in range(30)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = {"path": str(tmp_path / "rows.jsonl"), "shuffle": False}
+    monkeypatch.setattr("learner.training.warm_start.my_batches", lambda *_: pytest.fail("a step has begun"))
+    with pytest.raises(DataError, match="row 29 of the data has none"):
+        warmed(make_run(tmp_path, "tcp://x:1", data=data, warm_start=WARM))
 
 
 def test_the_first_of_several_answers_is_learned(tmp_path: Path) -> None:
