@@ -112,7 +112,8 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         with ExitStack() as cleanup:
             timeline = Timeline(run_dir.timeline)
             cleanup.callback(timeline.close)
-            timeline.record(f"the learner resumed after step {version}" if run_dir.has_started else "the run started")
+            resumed = "; ".join([f"the learner resumed after step {version}", *run_dir.changes])
+            timeline.record(resumed if run_dir.has_started else "the run started")
             ledger = Ledger(run_dir.ledger)
             cleanup.callback(ledger.close)
             ledger.rewind(version)
@@ -181,7 +182,7 @@ class Controller(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             self.evaluations.resume(version)
         else:
             self.evaluations.begin_run()
-        self.run_dir.begin()
+        self.run_dir.begin(version)
         self.fleet.is_over = False
         run = self.run_inputs.run
         log_correction(run, is_quantized=self.is_quantized, has_ratio=has_ratio(run.learner.loss.objective))

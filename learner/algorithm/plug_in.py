@@ -20,7 +20,7 @@ import torch
 from learner.algorithm.advantages import StepRewards
 from learner.algorithm.credit import AdvantagesByTurn
 from learner.algorithm.objectives import OBJECTIVES, Losses, Objective, PickedTokens, Tokens
-from learner.config import LearnerConfig, LossConfig
+from learner.config import LearnerConfig, LossConfig, OffPolicyCorrectionConfig
 from learner.sandbox.user_code import NotLoaded, describe, file_of, load_named
 from protocol.errors import ConfigError
 
@@ -32,7 +32,8 @@ def check_plug_ins(config: LearnerConfig) -> None:
     """Load the plug-ins named in the config and try each on a small example.
 
     Raises:
-        ConfigError: A plug-in cannot be imported, is not a function, raises, or returns an invalid result.
+        ConfigError: A plug-in cannot be imported, is not a function, raises, returns an invalid result, or does not go
+            with the off-policy correction.
     """
     key, spec = OBJECTIVE, config.loss.objective
     try:
@@ -42,6 +43,7 @@ def check_plug_ins(config: LearnerConfig) -> None:
             advantages_BT = torch.tensor([[1.0, 1.0, -0.5], [-1.0, -1.0, -1.0]])
             tokens = PickedTokens(log_ratio_BT, log_ratio_BT - 1, advantages_BT, mask_BT, picked_BT=~mask_BT)
             objective_of(spec)(tokens, config.loss)
+            _check_correction(spec, config.off_policy_correction)
         if config.advantage.function is not None:
             key, spec = ADVANTAGE, config.advantage.function
             rewards_P_G: list[list[float | None]] = [[1.0, 0.0, None], [None]]
@@ -59,6 +61,23 @@ def check_plug_ins(config: LearnerConfig) -> None:
         raise ConfigError(
             f"{key} = {spec!r} failed on a small example: {describe(error)}. Correct the function"
         ) from error
+
+
+def _check_correction(spec: str, correction: OffPolicyCorrectionConfig) -> None:
+    """Check the anchor and the importance weight, as the config does for built-in objectives."""
+    is_proximal = correction.anchor_used == "proximal"
+    if has_ratio(spec) and not is_proximal and correction.weight_used == "truncate":
+        raise ConfigError(
+            f'learner.off_policy_correction.weight = "truncate" with anchor = "behavior": the ratio of {spec} already '
+            'is the importance weight, which would count twice; set anchor = "proximal", or weight = "mask" to exclude '
+            "tokens. If its gradient has no ratio, declare has_ratio = False on the function"
+        )
+    if not has_ratio(spec) and is_proximal:
+        raise ConfigError(
+            f'learner.off_policy_correction.anchor = "proximal" with {spec}, whose gradient has no ratio '
+            "(has_ratio = False): the importance weight would stop at the proximal policy; set "
+            'anchor = "behavior"'
+        )
 
 
 def objective_of(spec: str) -> Objective:

@@ -22,7 +22,9 @@ def unmet_requirements(config: "LearnerConfig") -> dict[str, str]:
     if config.max_staleness == 0:  # the next step needs groups of the new version
         unmet_needs["weight_sync.overlap_with_training"] = "max_staleness above 0"
     if not config.reward.functions:
-        unmet_needs |= dict.fromkeys(("curriculum.kind", "reward.only_logged"), "reward.functions")
+        unmet_needs |= dict.fromkeys(
+            ("curriculum.kind", "reward.only_logged", "checkpoint.keep_best"), "reward.functions"
+        )
     if not config.reward.is_learned_from:
         keys = ("baseline", "scale", "combine", "credit", "function")
         unmet_needs |= dict.fromkeys((f"advantage.{key}" for key in keys), "rewards to learn from")
@@ -30,6 +32,8 @@ def unmet_requirements(config: "LearnerConfig") -> dict[str, str]:
         unmet_needs["advantage.combine"] = "two reward functions of nonzero weight"
     if not config.environment.is_used:  # a completion is one turn
         unmet_needs["advantage.credit"] = "environment.factory, tools, agent or command"
+    if not config.lora.rank:
+        unmet_needs["weight_sync.lora"] = "lora.rank above 0"
     if not config.kl.is_on:
         unmet_needs["reference.kind"] = "kl.coef above 0"
     if correction.max_token_staleness is not None and correction.max_token_staleness >= config.staleness_bound:

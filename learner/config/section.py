@@ -59,7 +59,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def idle_keys(self) -> dict[str, str]:
         """Return what each set key without effect requires.
 
-        Keys of inner sections are named as in `loss.clip_low`.
+        Keys of inner sections are named as in `loss.clip_low`. Keys that only idle keys would use are idle too.
         """
         idle = {
             key: need for key, need in self.unmet_needs().items() if value_at(self, key) != _default(type(self), key)
@@ -67,12 +67,12 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         for name in self.__struct_fields__:
             if isinstance(section := getattr(self, name), Section):
                 idle |= {f"{name}.{key}": need for key, need in section.idle_keys().items()}
-        return idle
+        return _reset(self, idle).idle_keys() | idle if idle else idle
 
     def in_effect(self) -> Self:
         """Return the section with its idle keys at their defaults."""
         idle = self.idle_keys()
-        return _reset(self, idle).in_effect() if idle else self
+        return _reset(self, idle) if idle else self
 
 
 def require(condition: bool, problem: str) -> None:

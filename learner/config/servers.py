@@ -37,12 +37,12 @@ class SamplingConfig(Section):
     completes such a text."""
     allow_partial_support: bool = False
     """Whether to train on completions sampled with top_p or top_k, although their logprobs are not those of
-    the whole distribution."""
+    the whole distribution. The parity check then leaves sampled tokens out."""
     seeded: bool = False
     """Whether to sample every completion with its own seed, which makes runs reproducible. Slower on GPUs."""
 
     def unmet_needs(self) -> dict[str, str]:
-        return {} if self._is_partial else {"allow_partial_support": "top_p below 1 or top_k above 0"}
+        return {} if self.is_partial else {"allow_partial_support": "top_p below 1 or top_k above 0"}
 
     def check(self) -> None:
         require(
@@ -59,7 +59,7 @@ class SamplingConfig(Section):
         )
         require(self.top_k >= 0, f"top_k = {self.top_k} must not be negative; 0 samples from all tokens")
         require(
-            self.allow_partial_support or not self._is_partial,
+            self.allow_partial_support or not self.is_partial,
             f"top_p = {self.top_p}, top_k = {self.top_k}: the server's logprobs would be those of the truncated "
             "distribution and the learner's those of the whole one, so every importance ratio would be too small "
             "(TRL measured a mean of 0.90 at top_p = 0.8). Set top_p = 1 and top_k = 0, or allow_partial_support = "
@@ -67,7 +67,8 @@ class SamplingConfig(Section):
         )
 
     @property
-    def _is_partial(self) -> bool:
+    def is_partial(self) -> bool:
+        """True if the server samples from a part of the policy's distribution, and returns logprobs of that part."""
         return self.top_p < 1 or self.top_k > 0
 
 

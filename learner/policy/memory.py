@@ -73,7 +73,7 @@ def learner_memory(
     snapshots = (4 if config.reference.kind == "ema" else wire) * trained * _num_snapshots(config)
     is_on_host = config.reference.device == "cpu"
     copy = wire * total if config.weight_sync.overlap_with_training else 0
-    baselines = wire * total if config.weight_sync.compression == "delta" else 0
+    baselines = wire * total if _sends_deltas(run) else 0
     activations, head = (
         activation_bytes(shape, run, device_type),
         head_bytes(shape, run, tile_logits=TILE_LOGITS[device_type]),
@@ -164,10 +164,17 @@ def server_memory(shape: ModelShape, run: LearnerRun, *, num_workers: int = 1) -
         num_linear = shape.num_parameters - shape.num_embedding - shape.vocab_size * shape.hidden_size
     weights = num_linear + bytes_of(_dtype_of_server(run)) * (shape.num_parameters - num_linear)
     device = {"weights": weights // num_workers, "weight sync": SERVER_BUCKETS * (sync.bucket_mib << 20)}
-    num_copies = (sync.compression == "delta") + bool(run.server.get("overlap_weight_loading"))
+    num_copies = _sends_deltas(run) + bool(run.server.get("overlap_weight_loading"))
     # As they are sent, and shared by all workers.
     host = {"weight sync": bytes_of(run.dtype) * shape.num_parameters * num_copies}
     return Memory(device=device, host=host)
+
+
+def _sends_deltas(run: LearnerRun) -> bool:
+    """Return whether weight syncs keep the weights of the previous one: an adapter is always sent whole."""
+    sync, rank = run.learner.weight_sync, run.learner.lora.rank
+    sends_adapter = rank > 0 and sync.lora == "adapter" and run.server.get("max_lora_rank", rank) >= rank
+    return sync.compression == "delta" and not sends_adapter
 
 
 def kv_bytes_per_token(shape: ModelShape, run: LearnerRun, *, num_workers: int = 1) -> int:

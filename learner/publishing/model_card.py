@@ -1,6 +1,6 @@
 """The model card of an exported checkpoint: README.md, with metadata that the hub reads.
 
-    config.toml (public_config.py), metrics.jsonl, evaluations.jsonl, versions of packages ─▶ README.md
+    configs.jsonl (public_config.py), metrics.jsonl, evaluations.jsonl, versions of packages ─▶ README.md
 
 Invariant: numbers after the exported step are left out. An evaluation is reported as a result of this model only
 if it was asked of this step's policy.
@@ -10,6 +10,7 @@ import importlib.metadata
 import platform
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ class CardInputs(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """Name of the model: that of the run directory."""
     run: LearnerRun
+    """Config of the run at the exported step."""
     run_dir: Path
     step: int
     reason: str
@@ -53,6 +55,8 @@ class CardInputs(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     base: str | None
     """Name of the base model on the hub, or None."""
+    configs: Sequence[tuple[int, LearnerRun]] = ()
+    """Configs of the run up to the exported step, each with the step after which it applied."""
 
 
 def make_card(inputs: CardInputs) -> ModelCard:
@@ -69,7 +73,7 @@ def make_card(inputs: CardInputs) -> ModelCard:
         _data_and_rewards(run, config),
         f"## Training\n\n{_curve(metrics)}" if metrics else "",
         _evaluation_table(evaluations),
-        _reproduction(config),
+        _reproduction(config, _changes(inputs.configs)),
         _versions(),
     ]
     data = _metadata(inputs, [one for one in evaluations if one.step == step])
@@ -212,11 +216,24 @@ def _evaluation_table(evaluations: Sequence[Evaluation]) -> str:
     )
 
 
-def _reproduction(config: Mapping[str, Any]) -> str:
+def _changes(configs: Sequence[tuple[int, LearnerRun]]) -> list[tuple[str, ...]]:
+    """Return a row for each public key that a resume has changed: its step, the key, and both values."""
+    rows = []
+    for (_, before), (step, after) in pairwise((step, public_config(run)) for step, run in configs):
+        keys = [key for key in sorted(before.keys() | after.keys()) if before.get(key) != after.get(key)]
+        rows += [
+            (f"{step:,}", code(key), *(code(str(one.get(key, "default"))) for one in (before, after))) for key in keys
+        ]
+    return rows
+
+
+def _reproduction(config: Mapping[str, Any], changes: list[tuple[str, ...]]) -> str:
+    titles = ("after step", "key", "before", "since")
+    changed = f"\n\nThe run was resumed with other values of these keys:\n\n{table(titles, changes)}" if changes else ""
     return (
         "## Reproduce\n\nSave as `run.toml`, add `run_dir`, then run `slipstream colocate run.toml`. Files that the "
         "config names, such as your own rewards and prompts, are not part of this repository. Keys about machines are "
-        f"left out.\n\n```toml\n{as_toml(config)}\n```"
+        f"left out.\n\n```toml\n{as_toml(config)}\n```{changed}"
     )
 
 

@@ -8,6 +8,7 @@ is pushed. Invariant: a directory with other contents is never changed.
 
 import datetime
 import logging
+import tomllib
 from pathlib import Path
 
 import msgspec
@@ -19,8 +20,10 @@ from learner.publishing.export import Form, complete_directory, write_adapter, w
 from learner.publishing.model_card import PLACEHOLDER, CardInputs, make_card
 from learner.publishing.public_config import hub_name
 from learner.storage.checkpoint import TRAINED
+from learner.storage.run_dir import STARTS, starts_before
 from protocol.config import load_config
 from protocol.errors import ConfigError
+from protocol.former_keys import renamed
 
 log = logging.getLogger(__name__)
 
@@ -118,6 +121,20 @@ def _config_of(run_dir: Path) -> LearnerRun:
     return load_config(LearnerRun, [str(path)], "slipstream export")
 
 
+def _configs_until(run_dir: Path, step: int) -> list[tuple[int, LearnerRun]]:
+    """Return the configs of the steps up to `step`, each with the step after which it applied."""
+    try:
+        return [
+            (start.step, msgspec.convert(renamed(tomllib.loads(start.config))[0], LearnerRun))
+            for start in starts_before(run_dir, step)
+        ]
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"{run_dir / STARTS} contains a config that this version cannot read ({error}); export with the version "
+            "that trained the run, or move the file away"
+        ) from error
+
+
 def _check(request: ExportRequest, run: LearnerRun) -> None:
     if request.merge and not run.learner.lora.rank:
         raise ConfigError(
@@ -131,10 +148,12 @@ def _check(request: ExportRequest, run: LearnerRun) -> None:
 
 
 def _write(request: ExportRequest, run: LearnerRun, chosen: ChosenCheckpoint, origin: Origin, directory: Path) -> None:
+    configs = _configs_until(request.run_dir, chosen.step)
     card = make_card(
         CardInputs(
             name=request.run_dir.resolve().name,
-            run=run,
+            run=configs[-1][1] if configs else run,
+            configs=configs,
             run_dir=request.run_dir,
             step=chosen.step,
             reason=chosen.reason,

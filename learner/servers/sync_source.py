@@ -106,4 +106,9 @@ class SyncSource:
             log.info("weight syncs send all weights, merged with the adapter: %s (learner.weight_sync.lora)", reason)
             return None
         log.info("weight syncs send the adapter (rank %d); each session starts with the frozen weights", adapter.rank)
+        if self._config.compression == "delta":
+            log.warning(
+                'learner.weight_sync.compression = "delta" has no effect: weight syncs send the adapter alone. Remove '
+                'it, or set learner.weight_sync.lora = "merged"'
+            )
         return adapter

@@ -11,11 +11,13 @@ import math
 import os
 import tomllib
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
-from msgspec import NODEFAULT, to_builtins
+from msgspec import NODEFAULT, Struct, to_builtins
 from msgspec.structs import FieldInfo, replace
 
 from learner.config import KlConfig, LearnerRun, LossConfig
@@ -23,7 +25,7 @@ from learner.config.objectives import is_plug_in
 from learner.prompts.prompts import Prompts
 from learner.storage.checkpoint import find_checkpoint
 from learner.storage.checkpoint_dir import OWNER_FILE, claim
-from learner.storage.files import network_file_system, replace_file
+from learner.storage.files import JsonLinesFile, network_file_system, replace_file, whole_lines
 from protocol.config import read_toml, to_toml
 from protocol.config_keys import flatten, keys_of, may_change
 from protocol.console import counted
@@ -32,18 +34,30 @@ from protocol.errors import ConfigError, DataError
 log = logging.getLogger(__name__)
 DUAL_CLIP = "learner.loss.dual_clip"
 """Key that every config.toml spells out. A file without it is from a version without a bound by default."""
+STARTS = "configs.jsonl"
 LEFT_BY_A_FAILED_START = {".lock", "checkpoints", "logs", "run_id", "config.toml", "ledger.db", "ledger.db-shm",
                           "ledger.db-wal", "metrics.jsonl", "samples.jsonl", "timeline.jsonl", "data.digests",
-                          "evaluations.jsonl", "evaluation.partial.jsonl", "tensorboard", "wandb", "servers.txt",
+                          "configs.jsonl", "evaluations.jsonl", "evaluation.partial.jsonl", "tensorboard", "wandb", "servers.txt",
                           "keys"}  # fmt: skip
 """Files of a start that ended before its first group; they do not block the next start, nor do their .tmp files."""
+
+
+class Start(Struct, frozen=True, kw_only=True):
+    """A line of configs.jsonl: a start of the learner."""
+
+    step: int
+    """Step after which the learner started. 0: a new run."""
+    config: str
+    """Contents of config.toml."""
 
 
 class RunDir:
     """Opened run directory, locked against a second learner until the process ends."""
 
-    def __init__(self, path: Path, run: LearnerRun) -> None:
+    def __init__(self, path: Path, run: LearnerRun, changes: Sequence[str] = ()) -> None:
         self.path, self.run = path, run
+        self.changes = changes
+        """What this resume changes in the config, such as `learner.steps = 200, was 100`."""
         self.config = path / "config.toml"
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples.jsonl"
@@ -73,9 +87,15 @@ class RunDir:
         # A lock lasts as long as any process has the file, and a killed learner's children may outlive it.
         os.register_at_fork(after_in_child=self._lock.close)
 
-    def begin(self) -> None:
-        """Store the config; from then on, only a resume may use the directory."""
-        replace_file(self.config, to_toml(_with_dual_clip(self.run)).encode())
+    def begin(self, step: int = 0) -> None:
+        """Store the config of the steps after `step`; from then on, only a resume may use the directory."""
+        config = to_toml(_with_dual_clip(self.run))
+        starts = JsonLinesFile(self.path / STARTS)
+        try:
+            starts.append({"step": step, "config": config})
+        finally:
+            starts.close()
+        replace_file(self.config, config.encode())
 
     @property
     def has_started(self) -> bool:
@@ -111,9 +131,7 @@ def open_run_dir(run: LearnerRun, *, resume: bool) -> RunDir:
         raise ConfigError(f"{path} is not empty and contains no run; choose another directory with --run-dir")
     if not exists and resume:
         raise ConfigError(f"{path} contains no run to resume; omit --resume, or set --run-dir to the run's directory")
-    if exists:
-        _compare(path / "config.toml", run)
-    run_dir = RunDir(path, run)
+    run_dir = RunDir(path, run, _changes_since(path / "config.toml", run) if exists else ())
     try:
         claim(run.checkpoint_dir, run_dir.run_id, may_have_checkpoints=exists)
     except ConfigError:
@@ -129,8 +147,23 @@ def _foreign_names(path: Path, checkpoint_dir: Path) -> set[str]:
     return {entry.name.removesuffix(".tmp") for entry in path.iterdir()} - LEFT_BY_A_FAILED_START - {*own}
 
 
-def _compare(path: Path, run: LearnerRun) -> None:
-    """Log the changes from the run's earlier config.
+def starts_before(path: Path, step: int) -> list[Start]:
+    """Return the starts of the learner whose steps, up to `step`, were not run again later. None: they are unknown.
+
+    A run of an earlier version has no such file.
+    """
+    file, starts = path / STARTS, list[Start]()
+    if not file.is_file():
+        return starts
+    for line in file.read_bytes()[: whole_lines(file)].splitlines():
+        start = msgspec.json.decode(line, type=Start)
+        if start.step < step:
+            starts = [*(one for one in starts if one.step < start.step), start]
+    return starts
+
+
+def _changes_since(path: Path, run: LearnerRun) -> list[str]:
+    """Return and log the changes from the run's earlier config.
 
     Raises:
         ConfigError: A resume may not change one of the keys, or the checkpoints are elsewhere or missing.
@@ -141,14 +174,14 @@ def _compare(path: Path, run: LearnerRun) -> None:
         _settle_defaults(config)
     if DUAL_CLIP in now:
         before.setdefault(DUAL_CLIP, math.inf)
-    refused = []
+    refused, changes = [], []
     for key in sorted(before.keys() | now.keys()):
         known = _field(keys, key)
         was, value = before.get(key, _default(known)), now.get(key)
         if was == value:
             continue
         if known is not None and may_change(known):
-            log.info("resumed with %s = %s, was %s", key, value, was)
+            changes.append(f"{key} = {value}, was {was}")
         else:
             refused.append(f"{key} was {was!r}, is {value!r}" if known else f"{key} was {was!r}, is no longer a key")
     if refused:
@@ -156,8 +189,11 @@ def _compare(path: Path, run: LearnerRun) -> None:
             f"{path.parent} contains a run with another config: {'; '.join(refused)}. Restore these values to resume "
             "it, or choose another run_dir"
         )
+    for change in changes:
+        log.info("resumed with %s", change)
     former = Path(before.get("learner.checkpoint.dir") or path.parent / "checkpoints")
     _require_checkpoints(run.checkpoint_dir, former, has_ledger=(path.parent / "ledger.db").exists())
+    return changes
 
 
 def _require_checkpoints(directory: Path, former: Path, *, has_ledger: bool) -> None:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +174,26 @@ def test_an_objective_with_an_invalid_result_is_rejected(tmp_path: Path, body: s
     mine = spec(tmp_path, body)
     with pytest.raises(ConfigError, match=problem):
         check_plug_ins(config_of(tmp_path, "--learner.loss.objective", mine))
+
+
+@pytest.mark.parametrize(
+    ("weight", "anchor", "has_ratio", "problem"),
+    [
+        ("truncate", "behavior", True, r"the ratio of .*:f already is the importance weight, .* has_ratio = False on"),
+        ("truncate", "behavior", False, None),
+        ("truncate", "proximal", True, None),
+        ("truncate", "proximal", False, r'"proximal" with .*:f, whose gradient has no ratio .* anchor = "behavior"'),
+        ("mask", "behavior", True, None),
+    ],
+)
+def test_an_importance_weight_does_not_count_twice_or_stop_at_the_anchor(
+    tmp_path: Path, weight: str, anchor: str, has_ratio: bool, problem: str | None
+) -> None:
+    body = "def f(tokens, config): return -tokens.log_ratio_BT.exp() * tokens.advantages_BT, tokens.mask_BT & False\n"
+    flags = ["--learner.loss.objective", spec(tmp_path, f"{body}f.has_ratio = {has_ratio}")]
+    flags += ["--learner.off-policy-correction.weight", weight, "--learner.off-policy-correction.anchor", anchor]
+    with pytest.raises(ConfigError, match=problem) if problem else nullcontext():
+        check_plug_ins(config_of(tmp_path, *flags))
 
 
 def test_a_function_that_raises_is_reported_with_file_and_line(tmp_path: Path) -> None:

@@ -52,6 +52,9 @@ IDLE: list[tuple[Sections, str, Sections, Sections]] = [
     ({"advantage.credit": "turn"}, "advantage.function unset",
      {"environment.factory": "guess", "advantage.function": "a:b"}, {"advantage.function": None}),
     ({"parity.max_time_share": 0.5}, "every_steps", {"parity.every_steps": 0}, {"parity.every_steps": 2}),
+    ({"weight_sync.lora": "merged"}, "lora.rank above 0", {}, {"lora.rank": 4}),
+    ({"checkpoint.keep_best": 3}, "reward.functions", DISTILLED | {"reward.functions": [], "reward.only_logged": False},
+     {"reward.functions": ["exact_match"]}),
     ({"checkpoint.keep_best": 3}, "export_model = true", {"checkpoint.export_model": False},
      {"checkpoint.export_model": True}),
     ({"environment.timeout_s": 3.0}, "factory or tools", {"environment.agent": "a:b"},
@@ -138,11 +141,19 @@ def test_a_key_without_effect_is_reported_and_ignored(
     without = merged(ALWAYS, beside)
     settings = merged(without, idle)
     run = load(tmp_path, settings)
-    assert run.learner.idle_keys() == dict.fromkeys(idle, need)
+    found = run.learner.idle_keys()
+    assert {key: found.get(key) for key in idle} == dict.fromkeys(idle, need)
+    assert found.keys() - idle.keys() <= beside.keys(), "idle only because of these keys"
     note = run.idle_keys_note() or ""
     assert all(f"learner.{key} = " in note for key in idle) and note.count(f" (needs {need})") == len(idle), note
     assert run.in_effect() == load(tmp_path, without).in_effect()
     assert not idle.keys() & load(tmp_path, merged(settings, remedy)).learner.idle_keys().keys()
+
+
+def test_a_key_that_only_an_idle_key_would_use_is_reported_too(tmp_path: Path) -> None:
+    run = load(tmp_path, merged(ALWAYS, {"advantage.credit": "gigpo", "advantage.gamma": 0.9, "curriculum.decay": 0.1}))
+    assert run.learner.idle_keys().keys() == {"advantage.credit", "advantage.gamma", "curriculum.decay"}
+    assert 'learner.advantage.gamma = 0.9 (needs credit = "turn" or "gigpo")' in (run.idle_keys_note() or "")
 
 
 def test_a_config_without_such_keys_is_unchanged(tmp_path: Path) -> None:

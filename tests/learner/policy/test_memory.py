@@ -251,6 +251,20 @@ def test_all_servers_share_one_baseline_of_deltas_and_the_buffers_on_the_gpu() -
     assert learner_memory(shape, small).device["weight sync"] == 5 * 8 << 20
 
 
+@pytest.mark.parametrize(
+    ("lora", "max_lora_rank", "has_baseline"),
+    [("adapter", None, False), ("adapter", 8, False), ("adapter", 0, True), ("merged", None, True)],
+)
+def test_an_adapter_that_is_sent_alone_needs_no_baseline_of_deltas(
+    lora: str, max_lora_rank: int | None, has_baseline: bool
+) -> None:
+    shape = shape_of(TINY["llama"])
+    run = run_of({"lora": {"rank": 8}, "weight_sync": {"compression": "delta", "lora": lora}})
+    run = msgspec.structs.replace(run, server={} if max_lora_rank is None else {"max_lora_rank": max_lora_rank})
+    for memory in (learner_memory(shape, run), server_memory(shape, run)):
+        assert (memory.host["weight sync"] > 0) is has_baseline
+
+
 def test_a_server_holds_a_copy_of_the_weights_for_deltas_and_one_for_a_sync_during_generation() -> None:
     shape = shape_of(TINY["llama"])
     for compression, is_overlapping, num_copies in (("none", False, 0), ("none", True, 1), ("delta", True, 2)):

@@ -2,13 +2,17 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
+import msgspec
 from accelerate import Accelerator
 
 from learner.publishing.publish import ExportRequest, export_run
+from learner.storage.run_dir import open_run_dir
 from tests.learner.publishing.finished_run import evaluate, start, train
 from tests.learner.publishing.hub_stand_in import TOKEN, hub_stand_in
 
@@ -21,6 +25,25 @@ def export(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
         [sys.executable, "-m", "deploy.cli", "export", *arguments],
         env=kept | environment, cwd=ROOT, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
+
+
+def test_the_card_has_the_config_of_the_exported_step_and_what_resumes_changed_before(
+    accelerator: Accelerator, tmp_path: Path
+) -> None:
+    run = start(tmp_path, optimizer={"learning_rate": 1e-3})
+    for step, rate in ((15, 2e-3), (10, 3e-3), (20, 4e-3)):  # step 15 was lost and ran again
+        learner = msgspec.structs.replace(
+            run.learner, optimizer=msgspec.structs.replace(run.learner.optimizer, learning_rate=rate)
+        )
+        train(run, accelerator, step)
+        with closing(open_run_dir(msgspec.structs.replace(run, learner=learner), resume=True)) as directory:
+            directory.begin(step)
+    rates = {}
+    for step in (10, 15, 20):
+        exported = export_run(ExportRequest(run_dir=Path(run.run_dir), checkpoint=str(step)))
+        rates[step] = re.findall(r"learning_rate.*", (Path(exported.directory) / "README.md").read_text())
+    changed = "learning_rate` | `0.001` | `0.003` |"
+    assert rates == {step: ["learning_rate = 0.003", changed] for step in (15, 20)} | {10: ["learning_rate = 0.001"]}
 
 
 def test_a_run_is_published_by_one_command(accelerator: Accelerator, tmp_path: Path) -> None:

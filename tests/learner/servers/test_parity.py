@@ -150,6 +150,16 @@ def test_fresh_tokens_are_held_to_the_bound_of_the_server_that_they_come_from(tm
     assert probe.pop_metrics() == {"parity/abs_logprob": pytest.approx(BETWEEN)} and probe.pop_metrics() == {}
 
 
+@pytest.mark.parametrize("partial", [{"top_p": 0.8}, {"top_k": 4}], ids=str)
+def test_tokens_sampled_from_a_part_of_the_distribution_are_not_compared(
+    tmp_path: Path, partial: dict[str, float]
+) -> None:
+    run = a_run(tmp_path, sampling=partial | {"allow_partial_support": True})
+    probe = probe_of(run, server := Server())
+    probe.measure(server, version=1)  # type: ignore[arg-type]
+    probe.check_fresh({server.endpoint: 0.2})
+
+
 def test_scores_of_another_version_are_no_scores(tmp_path: Path) -> None:
     with pytest.raises(ParityError, match="scored with version 0; expected version 1"):
         measure(a_run(tmp_path), Server(version=0))

@@ -563,6 +563,14 @@ def test_all_servers_get_merged_weights_if_one_cannot_apply_the_adapter_or_on_re
     assert len(notes) == (expected != "") and all(expected in note for note in notes)
 
 
+def test_a_compression_that_adapters_do_not_have_costs_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with syncing(tmp_path, of_rank(4), weights=AdaptedWeights(), compression="delta") as (sync, _, _):
+        assert sync.send(1) is not None
+    assert 'compression = "delta" has no effect: weight syncs send the adapter alone' in caplog.text
+
+
 def test_a_server_without_adapters_that_comes_later_is_left_out_with_the_key_to_set(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
