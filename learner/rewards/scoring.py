@@ -22,7 +22,7 @@ from learner.prompts.prompts import Prompt
 from learner.prompts.reasoning import texts_of
 from learner.prompts.tokenizer_threads import in_tokenizer_thread
 from learner.rewards.call import TrainerState
-from learner.rewards.workers import FunctionRewards, GroupRewards, RewardWorkers, spread
+from learner.rewards.workers import EpisodeResults, FunctionRewards, GroupRewards, RewardWorkers, spread
 from protocol.console import counted
 from protocol.errors import RewardError
 
@@ -70,19 +70,29 @@ class Scorer:
         """
         is_shown_G = [episode.stats.state in REWARDED for episode in episodes_G]
         shown = [episode for episode, is_shown in zip(episodes_G, is_shown_G, strict=True) if is_shown]
-        texts, token_ids = await in_tokenizer_thread(self._decode, shown)
-        completions = [episode.messages or text for episode, text in zip(shown, texts, strict=True)]
+        texts, plain_texts, token_ids = await in_tokenizer_thread(self._decode, shown)
+        completions, plain = (
+            [episode.messages or text for episode, text in zip(shown, decoded, strict=True)]
+            for decoded in (texts, plain_texts)
+        )
         environment = self._config.environment
-        own = [episode.reward for episode in shown] if environment.is_used else None
-        held = [episode.attributes or {} for episode in shown] if environment.factory is not None else None
-        rewards = await asyncio.wrap_future(self._workers.submit(prompt, completions, token_ids, state, own, held))
+        played = EpisodeResults(
+            rewards=[episode.reward for episode in shown] if environment.is_used else None,
+            attributes=[episode.attributes or {} for episode in shown] if environment.factory is not None else None,
+        )
+        rewards = await asyncio.wrap_future(
+            self._workers.submit(prompt, completions, token_ids, state, played, built_in_completions=plain)
+        )
         return spread(rewards, is_shown_G)
 
-    def _decode(self, episodes: Sequence[Episode]) -> tuple[list[str], list[Sequence[int]]]:
-        """Return the texts and the tokens of the last branches."""
+    def _decode(self, episodes: Sequence[Episode]) -> tuple[list[str], list[str], list[Sequence[int]]]:
+        """Return the last branches as texts, as texts without special tokens, and as tokens."""
         token_ids: list[Sequence[int]] = [array("i", episode.branches[-1].token_ids.tolist()) for episode in episodes]
-        skips = self._config.reward.skip_special_tokens
-        return [text for one in token_ids for text in texts_of(self._tokenizer, [list(one)], skips)], token_ids
+        plain = [text for one in token_ids for text in texts_of(self._tokenizer, [list(one)])]
+        if self._config.reward.skip_special_tokens:
+            return plain, plain, token_ids
+        whole = [text for one in token_ids for text in texts_of(self._tokenizer, [list(one)], False)]
+        return whole, plain, token_ids
 
 
 class RewardFailures:
