@@ -43,13 +43,14 @@ _REASON = r"because|since|as|which|is\s+(?:the\s+)?(?:correct|right|answer)"
 _CHOICE = re.compile(
     r"[\s.]*(?:(?i:option|choice|answer)[\s.:]+)?"
     rf"(?:([A-Z])(?=\s*(?:$|[.:,;/&–—-]|(?:or|and|{_REASON})\b))|([a-z])(?=\s*(?:$|[.:](?!\w\b)|(?:{_REASON})\b)))"
+    r"(?![\s.]*is\s+(?:not|wrong|incorrect|false)\b)"
 )
-"""Letter that stands alone and is not an article.
+"""Letter that stands alone, is not an article and is not rejected.
 
 It matches "B", "Option B", "B. Paris", "b) Paris" and "B because", but not "A dog", "a dog" and "e.g.".
 """
 _SECOND_CHOICE = re.compile(
-    r"[\s.,]*(?:or\b|and\b|[/&,])[\s.]*(?:(?!I\s+[a-z])[A-Z](?!\w)|[a-z](?=\s*(?:$|[.:](?!\w\b))))"
+    r"[\s.,]*(?:or\b|and\b|[/&,])[\s.]*(?:(?!I\s+[a-z])[A-Z](?!\w)|[a-z](?=\s*(?:$|[.:,;]))(?![.:]\w\b))"
 )
 _FENCE = re.compile(r"```[ \t]*\w*[ \t]*\n(.*?)\n?```", re.DOTALL)
 _MIXED = re.compile(r"(?<![\w.,/^\\{])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w.,/])")
