@@ -93,8 +93,9 @@ class RewardConfig(Section):
     that each score their own kind of prompts. After a failed or timed-out call it is unscorable in either
     case."""
     skip_special_tokens: bool = True
-    """Whether to remove special tokens (ends, channels, tool tags) from the text that functions see. false:
-    the text has all of them, including the end of the sequence. completion_ids always have every token."""
+    """Whether to remove special tokens (ends, channels, tool tags) from the text that your functions see.
+    false: the text has all of them, including the end of the sequence. Built-in functions never see them.
+    completion_ids always have every token."""
     timeout_s: MayChange[Timeout] = 10.0
     """Deadline of one call of one function on one group. A synchronous function that exceeds it is killed, an
     asynchronous one canceled. Built-in functions then score the completions one by one; those still too slow

@@ -136,15 +136,17 @@ async def ask_and_rate(
 def _submit(eval_set: EvalSet, workers: RewardWorkers, index: int, answered: PromptAnswers) -> "Rating":
     if answered.played is not None:
         return asyncio.ensure_future(rate_played(eval_set, workers, eval_set.prompts[index], answered.played))
-    texts_K, ids_K = _texts(eval_set, answered), answered.token_ids_K
+    texts_K, ids_K = _texts(eval_set, answered, eval_set.run.learner.reward.skip_special_tokens), answered.token_ids_K
     if ids_K is None:
         ids_K = [eval_set.tokenizer.encode(text, add_special_tokens=False) for text in texts_K]
-    return workers.submit(eval_set.prompts[index], texts_K, ids_K)
+    return workers.submit(
+        eval_set.prompts[index], texts_K, ids_K, built_in_completions=_texts(eval_set, answered, True)
+    )
 
 
-def _texts(eval_set: EvalSet, answered: PromptAnswers) -> list[str]:
-    """Return the texts, decoded as in training if the server returned tokens."""
-    tokenizer, skips = eval_set.tokenizer, eval_set.run.learner.reward.skip_special_tokens
+def _texts(eval_set: EvalSet, answered: PromptAnswers, skips: bool) -> list[str]:
+    """Return the texts, with or without special tokens, decoded as in training if the server returned tokens."""
+    tokenizer = eval_set.tokenizer
     if answered.token_ids_K is not None:
         return texts_of(tokenizer, answered.token_ids_K, skips)
     texts_K = answered.texts_K
@@ -186,7 +188,7 @@ def summarize_ratings(
     is_finished_PK = np.array([answered.is_finished_K for answered in answers])
     versions = [answered.versions for answered in answers if answered.versions is not None]
     texts_PK = [
-        [prompt.turn_start + text for text in _texts(eval_set, answered)]
+        [prompt.turn_start + text for text in _texts(eval_set, answered, True)]
         for prompt, answered in zip(eval_set.prompts, answers, strict=True)
     ]
     return Evaluation(

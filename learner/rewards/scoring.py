@@ -22,7 +22,7 @@ from learner.prompts.prompts import Prompt
 from learner.prompts.reasoning import OPENS_REASONING, opening_of, texts_of
 from learner.prompts.tokenizer_threads import in_tokenizer_thread
 from learner.rewards.call import TrainerState
-from learner.rewards.workers import FunctionRewards, GroupRewards, RewardWorkers, spread
+from learner.rewards.workers import EpisodeResults, FunctionRewards, GroupRewards, RewardWorkers, spread
 from protocol.console import counted
 from protocol.errors import RewardError
 
@@ -74,22 +74,32 @@ class Scorer:
         is_shown_G = [episode.stats.state in REWARDED for episode in episodes_G]
         shown = [episode for episode, is_shown in zip(episodes_G, is_shown_G, strict=True) if is_shown]
         environment = self._config.environment
-        texts, token_ids = await in_tokenizer_thread(self._decode, shown)
+        texts, plain_texts, token_ids = await in_tokenizer_thread(self._decode, shown)
         if environment.is_used:
             openings = await in_tokenizer_thread(self._openings, prompt, shown)
-            texts = list(map(str.__add__, openings, texts))
+            texts, plain_texts = (list(map(str.__add__, openings, decoded)) for decoded in (texts, plain_texts))
             prompt = msgspec.structs.replace(prompt, opens_reasoning=False)
-        completions = [episode.messages or text for episode, text in zip(shown, texts, strict=True)]
-        own = [episode.reward for episode in shown] if environment.is_used else None
-        held = [episode.attributes or {} for episode in shown] if environment.factory is not None else None
-        rewards = await asyncio.wrap_future(self._workers.submit(prompt, completions, token_ids, state, own, held))
+        completions, plain = (
+            [episode.messages or text for episode, text in zip(shown, decoded, strict=True)]
+            for decoded in (texts, plain_texts)
+        )
+        played = EpisodeResults(
+            rewards=[episode.reward for episode in shown] if environment.is_used else None,
+            attributes=[episode.attributes or {} for episode in shown] if environment.factory is not None else None,
+        )
+        rewards = await asyncio.wrap_future(
+            self._workers.submit(prompt, completions, token_ids, state, played, built_in_completions=plain)
+        )
         return spread(rewards, is_shown_G)
 
-    def _decode(self, episodes: Sequence[Episode]) -> tuple[list[str], list[Sequence[int]]]:
-        """Return the texts and the tokens of the last branches."""
+    def _decode(self, episodes: Sequence[Episode]) -> tuple[list[str], list[str], list[Sequence[int]]]:
+        """Return the last branches as texts, as texts without special tokens, and as tokens."""
         token_ids: list[Sequence[int]] = [array("i", episode.branches[-1].token_ids.tolist()) for episode in episodes]
-        skips = self._config.reward.skip_special_tokens
-        return [text for one in token_ids for text in texts_of(self._tokenizer, [list(one)], skips)], token_ids
+        plain = [text for one in token_ids for text in texts_of(self._tokenizer, [list(one)])]
+        if self._config.reward.skip_special_tokens:
+            return plain, plain, token_ids
+        whole = [text for one in token_ids for text in texts_of(self._tokenizer, [list(one)], False)]
+        return whole, plain, token_ids
 
     def _openings(self, prompt: Prompt, episodes: Sequence[Episode]) -> list[str]:
         """Return the `<think>` that ends the prompt of each last branch, or ""."""

@@ -23,6 +23,7 @@ import msgspec
 from learner.config import RewardConfig
 from learner.rewards.call import CompletionContent, Extra, RetrySchedule, RewardAnswer, RewardCall, TrainerState
 from learner.rewards.call_queues import ConcurrentCalls, DelayedJobs, Job, SerialCalls
+from learner.rewards.function import BUILT_IN
 from learner.rewards.process import RewardProcess, limits_of
 from learner.sandbox.pool import ProcessPool
 from learner.sandbox.process import ProcessFailure
@@ -94,6 +95,15 @@ class GroupRewards(msgspec.Struct, frozen=True, kw_only=True):
         return self.mean is None and any(function.outcome != "ok" for function in self.functions)
 
 
+class EpisodeResults(msgspec.Struct, frozen=True):
+    """Results of a group's environments, for reward functions. None: there are no environments."""
+
+    rewards: list[float | None] | None = None
+    """Per completion, the environment's own reward."""
+    attributes: list[dict[str, Any]] | None = None
+    """Per completion, the final attributes of the environment."""
+
+
 class RewardWorkers:
     """Processes that run reward functions. Use as a context manager, or call `close`."""
 
@@ -148,21 +158,24 @@ class RewardWorkers:
         completions: Sequence[CompletionContent],
         completion_ids: Sequence[Sequence[int]],
         state: TrainerState = TrainerState(),  # noqa: B008  frozen
-        environment_rewards: list[float | None] | None = None,
-        environments: list[dict[str, Any]] | None = None,
+        played: EpisodeResults = EpisodeResults(),  # noqa: B008  frozen
+        built_in_completions: Sequence[CompletionContent] | None = None,
     ) -> "Future[GroupRewards]":
         """Score the completions of one prompt, or the messages of its episodes.
 
-        The future cannot be canceled. `close` ends it with a RewardError.
+        The future cannot be canceled. `close` ends it with a RewardError. `built_in_completions`: the completions
+        without special tokens, which built-in functions see. None: the completions have none.
         """
+        plain = completions if built_in_completions is None else built_in_completions
         group: Future[GroupRewards] = Future()
         group.set_running_or_notify_cancel()
         ids = [array("i", one) for one in completion_ids]
         jobs = [
             Job(name, RewardCall(
-                function, prompt.prompt, prompt.columns, list(completions), ids, state, environment_rewards,
+                function, prompt.prompt, prompt.columns, list(plain if function in BUILT_IN else completions), ids,
+                state, played.rewards,
                 prompt.opens_reasoning and all(isinstance(one, str) for one in completions), prompt.prefill,
-                environments if function in self.with_environments else None, self._config.timeout_s, self._config,
+                played.attributes if function in self.with_environments else None, self._config.timeout_s, self._config,
             ), Future())
             for name, function in zip(self._config.names, self._config.functions, strict=True)
         ]  # fmt: skip

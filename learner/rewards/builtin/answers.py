@@ -37,18 +37,20 @@ _NUMBER = re.compile(
     r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<![\w.])\.\d+)(?:[eE][+-]?\d{1,4}(?!\w))?"
 )
 _MINUS = "\N{MINUS SIGN}"
+_LATEX_SEPARATOR = re.compile(r"(?<=\d)(?:\{,\}|,\\!)(?=\d)")
 _DECORATION = str.maketrans(dict.fromkeys("*_`\"'$\\", "") | dict.fromkeys("()[]{}", "."))
 _REASON = r"because|since|as|which|is\s+(?:the\s+)?(?:correct|right|answer)"
 _CHOICE = re.compile(
     r"[\s.]*(?:(?i:option|choice|answer)[\s.:]+)?"
     rf"(?:([A-Z])(?=\s*(?:$|[.:,;/&–—-]|(?:or|and|{_REASON})\b))|([a-z])(?=\s*(?:$|[.:](?!\w\b)|(?:{_REASON})\b)))"
+    r"(?![\s.]*is\s+(?:not|wrong|incorrect|false)\b)"
 )
-"""Letter that stands alone and is not an article.
+"""Letter that stands alone, is not an article and is not rejected.
 
 It matches "B", "Option B", "B. Paris", "b) Paris" and "B because", but not "A dog", "a dog" and "e.g.".
 """
 _SECOND_CHOICE = re.compile(
-    r"[\s.,]*(?:or\b|and\b|[/&,])[\s.]*(?:(?!I\s+[a-z])[A-Z](?!\w)|[a-z](?=\s*(?:$|[.:](?!\w\b))))"
+    r"[\s.,]*(?:or\b|and\b|[/&,])[\s.]*(?:(?!I\s+[a-z])[A-Z](?!\w)|[a-z](?=\s*(?:$|[.:,;]))(?![.:]\w\b))"
 )
 _FENCE = re.compile(r"```[ \t]*\w*[ \t]*\n(.*?)\n?```", re.DOTALL)
 _MIXED = re.compile(r"(?<![\w.,/^\\{])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\w.,/])")
@@ -176,7 +178,7 @@ def last_number_in(text: str) -> Decimal | None:
 
     Without `####`, return the last number of the text.
     """
-    is_marked, rest = after_mark(text.replace(_MINUS, "-"))
+    is_marked, rest = after_mark(_with_plain_signs(text))
     numbers = _NUMBER.findall(rest)
     return _value(numbers[0 if is_marked else -1]) if numbers else None
 
@@ -192,8 +194,13 @@ def after_mark(text: str) -> tuple[bool, str]:
 
 def as_number(text: str) -> Decimal | None:
     """Parse a whole text as one number, or return None."""
-    number = text.strip().replace(_MINUS, "-")
+    number = _with_plain_signs(text.strip())
     return _value(number) if _NUMBER.fullmatch(number) else None
+
+
+def _with_plain_signs(text: str) -> str:
+    r"""Write the minus sign as "-", and LaTeX's `1{,}234` and `1,\!234` as 1,234."""
+    return _LATEX_SEPARATOR.sub(",", text.replace(_MINUS, "-"))
 
 
 def _value(number: str) -> Decimal:

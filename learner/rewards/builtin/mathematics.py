@@ -24,7 +24,7 @@ from learner.rewards.builtin.answers import (
     with_mixed_numbers,
 )
 
-_EMPHASIS = re.compile(r"(?<![\w)*`\\])(\*{1,3}|__|`)(?=\S)([^*`\n]+?)(?<=\S)\1(?![\w(*`])")
+_EMPHASIS = re.compile(r"(?<![\w)*`\\])(\*{1,3}|__|`)(?=\S)([^*`\n]{1,1000}?)(?<=\S)\1(?![\w(*`])")
 """Emphasis or code of Markdown, as in "**3/4**", which math-verify does not read. The power in "2**10" is none."""
 _DELIMITED = re.compile(r"(?<!\\)\$|\\boxed|\\\(|\\\[")
 

@@ -45,8 +45,8 @@ def last_number(
     """Return 1 if the number of the answer equals the `answer` column, else 0.
 
     This is the first number after `####`, else the last one. A column that is not one number gives None. Only
-    the text after `####` of a GSM8K gold counts. Thousands separators are read: "1,234" is 1234, and
-    "100,200" is not 200.
+    the text after `####` of a GSM8K gold counts. Thousands separators are read: "1,234" and `1{,}234` are
+    1234, and "100,200" is not 200.
     """
     rewards: list[float | None] = []
     for completion, column in zip(completions, answer, strict=True):

@@ -13,7 +13,7 @@ from learner.environments.conversation import ChatConversation
 from learner.prompts.chat_template import ChatTemplate, TurnFormat
 from learner.rewards.builtin.text import exact_match, last_number
 from learner.rewards.call import Log, RewardCall, _arguments
-from learner.rewards.workers import RewardWorkers
+from learner.rewards.workers import EpisodeResults, RewardWorkers
 from tests.learner.environments.chat_tokenizer import DROPPING, END, KEEPING, call, chat_tokenizer
 from tests.learner.environments.scripted_conversation import (
     QUESTION,
@@ -293,7 +293,9 @@ def test_the_examples_of_trls_documentation_run_unchanged() -> None:
     assert (episode.stats.state, episode.reward, episode.attributes) == ("finished", None, {"counter": 5})
     with RewardWorkers(RewardConfig(functions=(f"{EXAMPLES}:reward_func",))) as workers:
         assert workers.with_environments
-        group = workers.submit(prompt(QUESTION), [episode.messages], [[1]], environments=[episode.attributes])
+        group = workers.submit(
+            prompt(QUESTION), [episode.messages], [[1]], played=EpisodeResults(None, [episode.attributes])
+        )
         assert group.result(DEADLINE_S).rewards == [5.0]
     alone, _ = converse(with_tools, call("multiply", a=6, b=7), "42", factory=None, tools=functions)
     assert (alone.messages[1]["content"], alone.stats.state, alone.reward) == ("42", "finished", None)

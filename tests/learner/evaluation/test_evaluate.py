@@ -179,6 +179,22 @@ def test_a_special_token_can_be_a_stop_and_is_removed_from_the_rated_text(
     assert all(body["skip_special_tokens"] for body in openai.requests[10:])
 
 
+@pytest.mark.parametrize("tells_tokens", [True, False])
+def test_built_in_functions_and_the_majority_see_no_special_tokens(
+    tmp_path: Path, openai: OpenAIServer, tells_tokens: bool
+) -> None:
+    openai.answer = lambda prompt, count: [prompt[:-1] + "<eos>", prompt[:-1], "9"]
+    openai.tells_tokens = tells_tokens
+    flags = ["--learner.reward.skip-special-tokens", "false", "--learner.reward.functions", "exact_match"]
+    samples = ["--learner.evaluation.num-samples", "3", "--learner.evaluation.temperature", "1.0"]
+    (made,) = evaluate(a_run(tmp_path, openai, *flags, *samples))
+    assert made.reward is not None and made.reward.mean == pytest.approx(2 / 3)
+    assert made.majority is not None and made.majority.mean == 1.0
+    openai.answer = lambda prompt, count: [prompt[:-1] + "<eos>"] * count
+    (seen,) = evaluate(a_run(tmp_path, openai, *flags[:2], functions=("length",)))
+    assert seen.reward is not None and seen.reward.mean == len("20<eos>")
+
+
 BOTH_KEYS = ("EVALUATION_API_KEY", "OPENAI_API_KEY")
 
 

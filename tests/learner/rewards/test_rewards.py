@@ -357,7 +357,8 @@ def test_without_a_gold_nothing_can_be_scored(gold):
         ("1e-5", 1e-05, 1.0), ("16", 1e16, 0.0), ("1e3", 1000, 1.0), ("2", "1/2", None), ("12", "3e12", 0.0),
         ("3e12", "3e12", 1.0),
         ("100,200", 200, 0.0), ("100,200", "100,200", 1.0), ("12", "1,2", None), ("1e99999", 1, 0.0),
-        ("nan", float("nan"), None),
+        ("nan", float("nan"), None), (r"\boxed{1{,}234}", 1234, 1.0), (r"$1,\!234{,}567$", 1234567, 1.0),
+        ("1{,}234", 234, 0.0), ("1234", "1{,}234", 1.0), ("{1{,}2}", 2, 1.0), ("{1{,}2}", 12, 0.0),
     ],
 )  # fmt: skip
 def test_last_number_scores_the_last_number_of_the_completion(completion, answer, reward):

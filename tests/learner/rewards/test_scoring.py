@@ -19,7 +19,7 @@ from learner.policy.model import load_tokenizer
 from learner.prompts.prompts import Prompt
 from learner.rewards.call import TrainerState
 from learner.rewards.scoring import RewardFailures, Scorer, overlong_rewards, with_overlong
-from learner.rewards.workers import FunctionRewards, GroupRewards
+from learner.rewards.workers import EpisodeResults, FunctionRewards, GroupRewards, RewardWorkers
 from protocol.errors import RewardError
 from protocol.messages import Completion, Group
 from protocol.model_files import resolve_model
@@ -42,7 +42,7 @@ class RecordingWorkers:
 
     def submit(
         self, prompt: Prompt, texts_G: list[str], token_ids_G: list[Sequence[int]], state: TrainerState,
-        *of_environments: Any
+        played: EpisodeResults, *, built_in_completions: list[str]
     ) -> "Future[GroupRewards]":  # fmt: skip
         self.prompt = prompt
         self.texts, self.state, self.token_ids = texts_G, state, token_ids_G
@@ -92,6 +92,27 @@ def test_the_text_of_an_episode_begins_with_the_reasoning_that_the_prompt_of_its
     scorer = Scorer(config_of(agent="my_agent:play"), tokenizer, workers)  # type: ignore[arg-type]
     asyncio.run(scorer.rate(of_row, [episode], TrainerState()))
     assert (workers.texts, workers.prompt.opens_reasoning) == ([text], False)
+
+
+def test_built_in_functions_see_no_special_tokens(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(resolve_model("tiny:digits"))
+    length = f"{Path(__file__).with_name('user_rewards.py')}:reward_len"
+    reward = RewardConfig(functions=("exact_match", length), skip_special_tokens=False)
+    config = msgspec.structs.replace(make_run(tmp_path, "tcp://127.0.0.1:1").learner, reward=reward)
+    texts = ["12", "12<eos>", "1<eos>"]
+    completions = [
+        Completion(
+            token_ids=np.array(ids, np.int32), behavior_logprobs=np.zeros(len(ids), np.float32),
+            versions=[(0, len(ids))], finish_reason="stop",
+        ) for ids in tokenizer(texts)["input_ids"]
+    ]  # fmt: skip
+    group = Group(group_id="0.0", entered_version=0, completions=completions)
+    with RewardWorkers(reward) as workers:
+        scorer = Scorer(config, tokenizer, workers)
+        rewards = asyncio.run(scorer.score(prompt(answer="12"), episodes_of(group), step=2))
+    assert rewards.by_function == {
+        "exact_match": [1.0, 1.0, 0.0], "reward_len": [float(len(text) - 20) for text in texts]
+    }  # fmt: skip
 
 
 def test_waiting_groups_are_decoded_outside_the_event_loop_and_take_few_bytes_a_token(tmp_path: Path) -> None:

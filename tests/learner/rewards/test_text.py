@@ -67,6 +67,8 @@ def test_tags_in_code_belong_to_the_code():
         ("(b) Paris", "B"), ("b) Paris", "B"), ("b. Paris", "B"), ("b: Paris", "B"), ("The answer is (b) Paris", "B"),
         ("The answer is b because it is", "B"), ("option b) Paris", "B"), ("a) a dog", "A"), ("a is correct", "A"),
         ("a dog", None), ("The answer is a dog", None), ("a dog. It barks.", None), ("c, I believe", None),
+        ("(b) is wrong", None), ("The answer is B) is not it", None), ("B) is Paris", "B"), ("(a) or b, I think", None),
+        ("B, e.g. Paris", "B"), ("B, i.e. Paris", "B"), ("B, a city", "B"), ("B, x = 5", "B"), ("b) and x = 5", "B"),
         ("a or b", None), ("(a) or (b)", None), ("a) / b)", None), ("a. and b.", None), ("The answer is a) and c)", None),
         ("The answer is b.d. or so", None), ("The answer is A or (b)", None), ("B or a dog", "B"), ("a better one", None),
         ("The answer is A. Wait, the answer is B.", "B"), ("Final answer: The answer is B", "B"),

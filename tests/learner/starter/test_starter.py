@@ -48,7 +48,7 @@ def test_the_generated_test_passes_and_finds_a_broken_reward(tmp_path: Path) -> 
     assert run_here("new", str(tmp_path / "mine")).stdout.startswith(f"wrote {tmp_path}/mine/: prompts.jsonl")
     assert "3 passed" in outcome_of(tmp_path / "mine")
     reward = tmp_path / "mine" / "reward.py"
-    reward.write_text(reward.read_text().replace("len(text) == len(right)", "len(text) >= len(right)"))
+    reward.write_text(reward.read_text().replace("(len(text) == len(right))", "1"))
     assert "3 failed" in outcome_of(tmp_path / "mine"), "the end of the text no longer counts"
 
 
