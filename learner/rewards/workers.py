@@ -146,7 +146,7 @@ class RewardWorkers:
         prompt: "Prompt",
         completions: Sequence[CompletionContent],
         completion_ids: Sequence[Sequence[int]],
-        state: TrainerState = TrainerState(),  # noqa: B008  frozen
+        state: TrainerState,
         environment_rewards: list[float | None] | None = None,
         environments: list[dict[str, Any]] | None = None,
     ) -> "Future[GroupRewards]":

@@ -24,6 +24,9 @@ def deviation(completions, **row):
 def broken(completions, **row):
     raise KeyError("no such column")
 
+def progress(completions, trainer_state, **row):
+    return [trainer_state.global_step / trainer_state.max_steps] * len(completions)
+
 def late_once(completions, answer, **row):
     if answer[0] == "23":
         time.sleep(600)

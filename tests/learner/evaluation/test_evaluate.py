@@ -49,6 +49,11 @@ def test_every_prompt_is_requested_once_and_scored_as_in_training(tmp_path: Path
     assert noted(tmp_path) == [made] and made.difference is None and made.pass_at == {} and made.majority is None
 
 
+def test_functions_see_the_steps_of_the_policy_that_has_answered(tmp_path: Path, openai: OpenAIServer) -> None:
+    (made,) = evaluate(a_run(tmp_path, openai, functions=("progress",)))
+    assert made.reward is not None and made.reward.mean == 3 / 6
+
+
 def test_an_evaluation_that_cannot_be_recorded_is_still_returned(
     tmp_path: Path, openai: OpenAIServer, caplog: pytest.LogCaptureFixture
 ) -> None:
