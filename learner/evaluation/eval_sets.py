@@ -25,7 +25,9 @@ class EvalSet:
         run = run_inputs.run
         self.run, self.tokenizer, self.set_name = run, run_inputs.tokenizer, set_name
         self.config, self.url = run.learner.evaluation.of_set(set_name), run.evaluation_url
-        self.source = run_inputs.prompts_of(evaluated_data(self.config, run.learner.data))
+        data = run.learner.data
+        trained = None if self.config.task is None else data  # without a task, the set may be the run's own prompts
+        self.source = run_inputs.prompts_of(evaluated_data(self.config, data), trained)
         self.name = self.source.name
         self.prompts = [self.source.prompt_at(i) for i in range(len(self.source))]
         self.digest = _digest(run, self.config, self.source)
