@@ -85,15 +85,18 @@ class RunInputs:
     def prompts(self) -> Prompts:
         return self.prompts_of(self.run.learner.data)
 
-    def prompts_of(self, data: DataConfig) -> Prompts:
-        """Return the prompts of `data`. Raises ConfigError, DataError or RewardError if unusable."""
+    def prompts_of(self, data: DataConfig, trained: DataConfig | None = None) -> Prompts:
+        """Return the prompts of `data`. Raises ConfigError, DataError or RewardError if unusable.
+
+        `trained`: the run's data, of which an evaluation of the same task has no prompt.
+        """
         renderer = self.run.learner.environment.tool_call_format
         if renderer is not None:
             renderer_of(self.tokenizer, renderer)  # fails early if the format does not fit
         environment = self.run.learner.environment
         is_for_agents = environment.has_agent  # agents send their own messages
         turns = TurnFormat(renderer, frozenset(end_token_ids(self.model_path)), goes_on=not is_for_agents)
-        prompts = Prompts(data, self.tokenizer, self.run.seed, self.tools, turns)
+        prompts = Prompts(data, self.tokenizer, self.run.seed, self.tools, turns, trained)
         check_calls(prompts.template)  # fails early too
         if environment.is_used and not is_for_agents:
             prompts.check_one_kind(environment.named)

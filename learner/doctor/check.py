@@ -27,6 +27,7 @@ from learner.prompts.prompts import Prompt
 from learner.report.summary import duration, read_metrics
 from learner.report.trackers import refuse_absent
 from learner.rewards.builtin.answers import golds_of
+from learner.rewards.call import TrainerState
 from learner.rewards.workers import GroupRewards, RewardWorkers
 from learner.run_inputs import RunInputs
 from learner.training.metrics import StepTimer, group_metrics
@@ -198,8 +199,9 @@ def evaluation_findings(run_inputs: RunInputs) -> Iterator[Finding]:
 
 
 def _rated(run_inputs: RunInputs, workers: RewardWorkers, prompt: Prompt, texts: list[str]) -> GroupRewards:
+    state = TrainerState(global_step=0, max_steps=run_inputs.run.learner.steps)
     ids = [run_inputs.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    return workers.submit(prompt, texts, ids).result()  # the workers end every call at its deadline
+    return workers.submit(prompt, texts, ids, state).result()  # the workers end every call at its deadline
 
 
 def _right_answers(prompt: Prompt) -> list[str]:

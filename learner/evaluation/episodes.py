@@ -152,7 +152,9 @@ class EpisodeTurns:
         return TurnResult(Group(group_id="evaluated", entered_version=0, completions=[completion]), self._eval_set.url)
 
 
-async def rate_played(eval_set: EvalSet, workers: RewardWorkers, prompt: Prompt, played: bytes) -> GroupRewards:
+async def rate_played(
+    eval_set: EvalSet, workers: RewardWorkers, prompt: Prompt, played: bytes, state: TrainerState
+) -> GroupRewards:
     """Rate all samples as in training."""
     episodes = unpack(played, EpisodeGroup).episodes
     num_samples, names = eval_set.config.num_samples, eval_set.run.learner.reward.names
@@ -160,7 +162,7 @@ async def rate_played(eval_set: EvalSet, workers: RewardWorkers, prompt: Prompt,
         nothing: list[float | None] = [None] * num_samples
         return GroupRewards(rewards=nothing, functions=[FunctionRewards(name=name, rewards=nothing) for name in names])
     scorer = Scorer(eval_set.run.learner, eval_set.tokenizer, workers)
-    rewards = await scorer.rate(prompt, episodes, TrainerState())
+    rewards = await scorer.rate(prompt, episodes, state)
     return GroupRewards(
         rewards=filled(rewards.rewards, num_samples, None),
         functions=[

@@ -30,8 +30,10 @@ class EvalSet:
         run = run_inputs.run
         self.run, self.tokenizer, self.set_name = run, run_inputs.tokenizer, set_name
         self.config, self.url = run.learner.evaluation.of_set(set_name), run.evaluation_url
+        data = run.learner.data
+        trained = None if self.config.task is None else data  # without a task, the set may be the run's own prompts
         try:
-            self.source = run_inputs.prompts_of(evaluated_data(self.config, run.learner.data))
+            self.source = run_inputs.prompts_of(evaluated_data(self.config, data), trained)
         except DataError as error:
             raise DataError(_with_own_keys(str(error), run.learner.evaluation, set_name)) from error
         self.name = self.source.name

@@ -33,6 +33,7 @@ from learner.evaluation.results import (
     record_evaluation,
 )
 from learner.prompts.reasoning import texts_of
+from learner.rewards.call import TrainerState
 from learner.rewards.workers import GroupRewards, RewardWorkers
 from learner.run_inputs import RunInputs
 from learner.servers.loop_thread import LoopThread
@@ -134,14 +135,14 @@ async def ask_and_rate(
 
 
 def _submit(eval_set: EvalSet, workers: RewardWorkers, index: int, answered: PromptAnswers) -> "Rating":
+    prompt, (version, _) = eval_set.prompts[index], answered.versions or (0, 0)
+    state = TrainerState(global_step=max(version, 0), max_steps=eval_set.run.learner.steps)
     if answered.played is not None:
-        return asyncio.ensure_future(rate_played(eval_set, workers, eval_set.prompts[index], answered.played))
+        return asyncio.ensure_future(rate_played(eval_set, workers, prompt, answered.played, state))
     texts_K, ids_K = _texts(eval_set, answered, eval_set.run.learner.reward.skip_special_tokens), answered.token_ids_K
     if ids_K is None:
         ids_K = [eval_set.tokenizer.encode(text, add_special_tokens=False) for text in texts_K]
-    return workers.submit(
-        eval_set.prompts[index], texts_K, ids_K, built_in_completions=_texts(eval_set, answered, True)
-    )
+    return workers.submit(prompt, texts_K, ids_K, state, built_in_completions=_texts(eval_set, answered, True))
 
 
 def _texts(eval_set: EvalSet, answered: PromptAnswers, skips: bool) -> list[str]:

@@ -71,17 +71,18 @@ class Prompts:
         seed: int,
         tools: Callable[[], list[dict[str, Any]]] = list,
         turns: TurnFormat = TurnFormat(),  # noqa: B008  (frozen)
+        trained: DataConfig | None = None,
     ) -> None:
         """Load, encode and check all prompts.
 
         `tools` returns the JSON schemas for the chat template, and is called only if the prompts are
-        conversations.
+        conversations. `trained`: data that a run trains on, if these are the prompts of an evaluation.
 
         Raises:
             DataError: The data cannot be read, or a prompt is invalid or too long.
         """
         self._config, self._seed = config, seed
-        self._source = open_source(config, seed)
+        self._source = open_source(config, seed, trained)
         first = self._source.row(0).get(config.prompt_column)  # encoding reports a missing column
         self.are_conversations = config.system_prompt is not None or not isinstance(first, str)
         self.template = ChatTemplate(

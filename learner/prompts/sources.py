@@ -17,7 +17,7 @@ import msgspec
 import xxhash
 
 from learner.config import DataConfig
-from learner.prompts.tasks import make_rows
+from learner.prompts.tasks import make_rows, make_untrained_rows
 from protocol.errors import DataError
 
 Row = dict[str, Any]
@@ -61,10 +61,13 @@ class Source(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, rows=rows)
 
 
-def open_source(config: DataConfig, seed: int) -> Source:
-    """Return the rows that the config names. Raises DataError with the remedy."""
+def open_source(config: DataConfig, seed: int, trained: DataConfig | None = None) -> Source:
+    """Return the rows that the config names. Raises DataError with the remedy.
+
+    `trained`: data that a run trains on. A task leaves out the prompts that it has there.
+    """
     if config.task is not None:
-        source = _task(config, config.task, seed)
+        source = _task(config, config.task, seed, trained)
     elif config.path is not None:
         source = _file(config, Path(config.path).expanduser())
     else:
@@ -76,9 +79,12 @@ def open_source(config: DataConfig, seed: int) -> Source:
     return source.first(config.num_prompts)
 
 
-def _task(config: DataConfig, task: str, seed: int) -> Source:
+def _task(config: DataConfig, task: str, seed: int, trained: DataConfig | None) -> Source:
     options = {} if config.num_digits is None else {"num_digits": config.num_digits}
-    rows = make_rows(task, config.num_prompts, seed, **options)
+    if trained is not None and trained.task == task:
+        rows = make_untrained_rows(task, config.num_prompts, seed, trained.num_prompts, **options)
+    else:
+        rows = make_rows(task, config.num_prompts, seed, **options)
     _check_column(rows[0], config.prompt_column, f"task {task!r}")
     return Source(name=f"task {task!r}", rows=rows, prompt_column=config.prompt_column)
 

@@ -30,7 +30,35 @@ def make_rows(task: str, num_prompts: int | None, seed: int, **options: Any) -> 
             f"learner.data.task = {task!r} is not a built-in task; use one of: {', '.join(sorted(TASKS))}. "
             "For your own data, set learner.data.path or learner.data.dataset instead"
         )
-    return TASKS[task](num_prompts or NUM_PROMPTS.get(task, DEFAULT_NUM_PROMPTS), seed, **options)
+    return TASKS[task](num_prompts or default_num_prompts(task), seed, **options)
+
+
+def make_untrained_rows(
+    task: str, num_prompts: int | None, seed: int, num_trained: int | None, **options: Any
+) -> list[dict[str, Any]]:
+    """Return rows of a task without the prompts of the `num_trained` rows that `make_rows` returns.
+
+    Tasks with a held-out counterpart may return any of their rows, and so may `guess`, whose prompts are all alike.
+
+    Raises:
+        DataError: The task has too few distinct prompts.
+    """
+    if task not in UNDIVIDED_TASKS:
+        return make_rows(task, num_prompts, seed, **options)
+    num_prompts, num_trained = num_prompts or default_num_prompts(task), num_trained or default_num_prompts(task)
+    trained = {row["prompt"] for row in make_rows(task, num_trained, seed, **options)}
+    try:
+        rows = make_rows(task, num_trained + num_prompts, seed, **options)
+    except DataError as error:
+        raise DataError(
+            f"an evaluation needs {num_prompts} prompts of task {task} besides the {num_trained} that the run trains "
+            f"on: {error}, or learner.evaluation.num_prompts"
+        ) from error
+    return [row for row in rows if row["prompt"] not in trained][:num_prompts]
+
+
+def default_num_prompts(task: str) -> int:
+    return NUM_PROMPTS.get(task, DEFAULT_NUM_PROMPTS)
 
 
 def reverse(num_prompts: int, seed: int, *, num_digits: int = 8) -> list[dict[str, Any]]:
@@ -169,6 +197,9 @@ TASKS: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "products_held_out": products_held_out,
     "reverse": reverse, "sort": sort, "sums": sums, "sums_held_out": sums_held_out,
 }  # fmt: skip
+
+UNDIVIDED_TASKS = frozenset({"arithmetic", "calculator", "reverse", "sort"})
+"""Tasks with distinct prompts and without a held-out counterpart."""
 
 
 def _digit_strings(

@@ -40,10 +40,14 @@ PLANS = {
             "Policy versions between sampling and training.",
             [Curve("staleness/mean", "mean", "blue"), Curve("staleness/max", "max", "grey")],
         ),
-        ChartPlan("Entropy", "Near 0 the policy no longer explores.", [Curve("policy/entropy", "entropy", "blue")]),
+        ChartPlan(
+            "Entropy",
+            "Of the tokens in the loss, mostly in groups with signal. Near 0 the policy no longer explores.",
+            [Curve("policy/entropy", "entropy", "blue")],
+        ),
         ChartPlan(
             "Clipped tokens",
-            "Share of tokens whose ratio left the trusted range.",
+            "Share of the tokens in the loss whose ratio left the trusted range.",
             [Curve("loss/clipped_frac", "clipped", "blue")],
             "percent",
         ),
@@ -63,11 +67,15 @@ PLANS = {
             "percent",
         ),
         ChartPlan("Reward deviation", "Standard deviation within a step.", [Curve("reward/std", "deviation", "blue")]),
-        ChartPlan("Loss", "Loss that the optimizer minimizes.", [Curve("loss/policy", "loss", "blue")]),
+        ChartPlan(
+            "Loss",
+            "The weighted objective, without the terms of KL and entropy.",
+            [Curve("loss/policy", "loss", "blue")],
+        ),
         ChartPlan("Learning rate", "Learning rate of each step.", [Curve("optim/lr", "rate", "blue")]),
         ChartPlan(
             "Throughput",
-            "Completion tokens trained on per second.",
+            "Completion tokens of all groups per second.",
             [Curve("perf/completion_tokens_per_s", "tokens per second", "blue")],
         ),
         ChartPlan(

@@ -49,9 +49,9 @@ CompletionContent = str | list[dict[str, Any]]
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """Progress of the run, passed as `trainer_state`: a part of transformers' class."""
 
-    global_step: int = 0
+    global_step: int
     """Number of optimizer steps whose weights are published."""
-    max_steps: int = 0
+    max_steps: int
     epoch: float | None = None
 
 
@@ -64,7 +64,7 @@ class RewardCall(msgspec.Struct, frozen=True):
     completions: list[CompletionContent]
     completion_ids: Sequence[Sequence[int]]
     """Per completion, its tokens, as arrays that take a tenth of the memory of lists while the call waits."""
-    state: TrainerState = TrainerState()
+    state: TrainerState
     environment_rewards: list[float | None] | None = None
     """Per completion, the environment's reward of its episode. None: there is no environment."""
     opens_reasoning: bool = False

@@ -157,7 +157,7 @@ class RewardWorkers:
         prompt: "Prompt",
         completions: Sequence[CompletionContent],
         completion_ids: Sequence[Sequence[int]],
-        state: TrainerState = TrainerState(),  # noqa: B008  frozen
+        state: TrainerState,
         played: EpisodeResults = EpisodeResults(),  # noqa: B008  frozen
         built_in_completions: Sequence[CompletionContent] | None = None,
     ) -> "Future[GroupRewards]":

@@ -72,6 +72,7 @@ def train_on(trainer: PolicyTrainer, groups: list[RolloutGroup], version: int, t
     metrics = (
         loss_metrics(total, config) | trainer.ratio_range.pop_metrics(accelerator, config.updates_per_batch) | metrics
     )
+    metrics["batch/trained_frac"] = sum(row.branch.num_sampled for row in rows) / sum(one.num_tokens for one in groups)
     metrics["perf/train_tflop"] = train_tflop(trainer, rows)
     metrics["optim/skipped_updates"] = float(num_skipped)
     return {name: value for name, value in metrics.items() if math.isfinite(value)}

@@ -70,6 +70,11 @@ def test_groups_of_the_first_right_answer_are_scored_after_reasoning_that_the_pr
         assert (exact.verdict, exact.text) == ("ok", "exact_match: 1 for the column 'answer', 0 for noise")
 
 
+def test_functions_see_the_first_step_of_the_run(tmp_path: Path) -> None:
+    first, *_ = results_of(a_run(tmp_path, functions=("progress",)), "rewards")
+    assert first == ("ok", "progress: 0 for the column 'answer', 0 for noise")
+
+
 @pytest.mark.parametrize("nothing", [None, [], " "], ids=str)
 def test_data_without_answers_is_scored_only_on_noise(tmp_path: Path, nothing: Any) -> None:
     rows = [{"prompt": row["prompt"], "answer": nothing} for row in ROWS]

@@ -15,12 +15,12 @@ from learner.environments.attributes import MAX_BYTES, AttributeView, attributes
 from learner.environments.episode import EndState, Episode, EpisodeGroup, EpisodeStats, TokenSequence
 from learner.policy.model import load_tokenizer
 from learner.prompts.prompts import Prompt
-from learner.rewards.call import TrainerState
 from learner.rewards.scoring import Scorer
 from learner.rewards.workers import EpisodeResults, RewardWorkers
 from protocol.codec import pack, unpack
 from protocol.model_files import resolve_model
 from tests.learner.environments.scripted_player import play_group, script_of
+from tests.learner.rewards.scored_groups import STATE
 from tests.learner.runs import make_run
 
 REWARDS = "tests.learner.environments.environment_rewards"
@@ -114,8 +114,8 @@ def test_only_functions_that_name_environments_get_them() -> None:
     with RewardWorkers(RewardConfig(functions=tuple(f"{REWARDS}:{name}" for name in names))) as workers:
         assert workers.with_environments == set(asking)
         ids = [[1], [1]]
-        given = workers.submit(PROMPT, ["a", "b"], ids, TrainerState(), EpisodeResults([0.0, 0.0], held)).result(60)
-        none_is_there = workers.submit(PROMPT, ["a", "b"], ids).result(60)
+        given = workers.submit(PROMPT, ["a", "b"], ids, STATE, EpisodeResults([0.0, 0.0], held)).result(60)
+        none_is_there = workers.submit(PROMPT, ["a", "b"], ids, STATE).result(60)
     assert given.by_function == {name: [1.0, 5.0] for name in names} | {"takes_anything": [0.0, 0.0]}
     assert none_is_there.by_function["counters_if_any"] == [-1.0, -1.0], "reward functions must get None, as in TRL"
     assert "missing 1 required positional argument: 'environments'" in str(none_is_there.functions[0].message)

@@ -25,7 +25,7 @@ from tests.learner.environments.scripted_conversation import (
     template,
 )
 from tests.learner.environments.scripted_player import USER, play_group
-from tests.learner.rewards.scored_groups import DEADLINE_S, prompt
+from tests.learner.rewards.scored_groups import DEADLINE_S, STATE, prompt
 
 EXAMPLES = Path(__file__).parent / "trl_examples.py"
 DEEP_TEXT = json.dumps('{"a":' * 3000 + "1" + "}" * 3000)
@@ -224,7 +224,7 @@ def test_a_truncated_turn_is_text_and_its_calls_do_not_run(keeping: ChatTemplate
 def test_reward_functions_get_the_messages_of_an_episode_in_the_format_of_trl(keeping: ChatTemplate) -> None:
     episode, _ = converse(keeping, *TURNS)
     seen = _arguments(
-        RewardCall("exact_match", QUESTION, {}, [episode.messages, "plain"], [[1], [2]]), Log(2, frozenset())
+        RewardCall("exact_match", QUESTION, {}, [episode.messages, "plain"], [[1], [2]], STATE), Log(2, frozenset())
     )
     assert [message["role"] for message in seen["completions"][0]] == ["assistant", "tool"] * 2 + ["assistant"]
     assert seen["completions"][1] == [{"role": "assistant", "content": "plain"}]
@@ -294,7 +294,7 @@ def test_the_examples_of_trls_documentation_run_unchanged() -> None:
     with RewardWorkers(RewardConfig(functions=(f"{EXAMPLES}:reward_func",))) as workers:
         assert workers.with_environments
         group = workers.submit(
-            prompt(QUESTION), [episode.messages], [[1]], played=EpisodeResults(None, [episode.attributes])
+            prompt(QUESTION), [episode.messages], [[1]], STATE, EpisodeResults(None, [episode.attributes])
         )
         assert group.result(DEADLINE_S).rewards == [5.0]
     alone, _ = converse(with_tools, call("multiply", a=6, b=7), "42", factory=None, tools=functions)

@@ -50,6 +50,11 @@ def test_every_prompt_is_requested_once_and_scored_as_in_training(tmp_path: Path
     assert noted(tmp_path) == [made] and made.difference is None and made.pass_at == {} and made.majority is None
 
 
+def test_functions_see_the_steps_of_the_policy_that_has_answered(tmp_path: Path, openai: OpenAIServer) -> None:
+    (made,) = evaluate(a_run(tmp_path, openai, functions=("progress",)))
+    assert made.reward is not None and made.reward.mean == 3 / 6
+
+
 def test_an_evaluation_that_cannot_be_recorded_is_still_returned(
     tmp_path: Path, openai: OpenAIServer, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -256,6 +261,25 @@ def test_an_evaluation_can_use_other_prompts_than_the_run(tmp_path: Path, openai
     flags = ["--learner.evaluation.path", str(other), "--learner.evaluation.num-prompts", "2"]
     made = evaluate(a_run(tmp_path, openai, *flags))[0]
     assert made.num_prompts == 2 and "other.jsonl" in made.data and made.reward is not None and made.reward.mean == 1.0
+
+
+@pytest.mark.parametrize(("task", "options"), [("reverse", {}), ("sort", {}), ("calculator", {"num_prompts": 1000})])
+def test_an_evaluation_of_the_runs_task_has_prompts_that_the_run_does_not_train_on(
+    tmp_path: Path, task: str, options: dict[str, Any]
+) -> None:
+    data = {"task": task} | options
+    run_inputs = RunInputs(make_run(tmp_path, "tcp://x:1", data=data, evaluation={"task": task, "num_prompts": 500}))
+    trained = {run_inputs.prompts.prompt_at(index).prompt for index in range(len(run_inputs.prompts))}
+    evaluated = {prompt.prompt for prompt in sets_of(run_inputs)[0].prompts}
+    assert len(evaluated) == 500 and not trained & evaluated
+
+
+def test_a_task_without_enough_prompts_that_the_run_does_not_train_on_is_refused(tmp_path: Path) -> None:
+    data, evaluation = {"task": "reverse", "num_digits": 2, "num_prompts": 80}, {"task": "reverse", "num_prompts": 21}
+    with pytest.raises(
+        DataError, match=r"21 prompts of task reverse besides the 80 .*data\.num_prompts = 101 is more than"
+    ):
+        sets_of(RunInputs(make_run(tmp_path, "tcp://x:1", data=data, evaluation=evaluation)))
 
 
 def test_another_split_of_the_runs_dataset_is_read_with_the_runs_options() -> None:

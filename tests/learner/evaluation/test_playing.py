@@ -71,6 +71,15 @@ def test_a_bisecting_policy_guesses_every_secret_with_an_environment_and_an_agen
     assert f"episodes ended: {NUM_PROMPTS} finished;" in format_evaluation(made)
 
 
+@AS_BOTH
+def test_functions_see_the_steps_of_the_policy_that_has_played(
+    tmp_path: Path, bisecting: OpenAIServer, environment: dict[str, Any]
+) -> None:
+    functions = {"functions": ["tests.learner.rewards.user_rewards:progress"]}
+    (made,) = evaluate(evaluated(tmp_path, bisecting.url, reward=functions, **environment))
+    assert made.reward is not None and made.reward.mean == 3 / 4
+
+
 def test_a_policy_that_ignores_feedback_is_right_by_chance_and_ends_at_the_turn_limit(
     tmp_path: Path, openai: OpenAIServer
 ) -> None:

@@ -4,9 +4,11 @@ from typing import Any
 
 from learner.config import RewardConfig
 from learner.prompts.prompts import Prompt
+from learner.rewards.call import TrainerState
 from learner.rewards.workers import GroupRewards, RewardWorkers
 
 DEADLINE_S = 60
+STATE = TrainerState(global_step=0, max_steps=10)
 
 
 def prompt(text: Any = "21>", **columns: Any) -> Prompt:
@@ -18,4 +20,4 @@ def score(
 ) -> GroupRewards:
     with RewardWorkers(RewardConfig(functions=tuple(functions), **config)) as workers:
         ids = [[7 + i] for i in range(len(completions))]
-        return workers.submit(the_prompt or prompt(answer="12"), completions, ids).result(DEADLINE_S)
+        return workers.submit(the_prompt or prompt(answer="12"), completions, ids, STATE).result(DEADLINE_S)

@@ -14,7 +14,7 @@ from learner.rewards.call import TrainerState
 from learner.rewards.workers import FunctionRewards, GroupRewards, RewardWorkers
 from learner.train import train
 from tests.learner.model_engine import tiny_server
-from tests.learner.rewards.scored_groups import DEADLINE_S, prompt
+from tests.learner.rewards.scored_groups import DEADLINE_S, STATE, prompt
 from tests.learner.runs import make_run, metrics_of, rows_of
 
 FILE = Path(__file__).parent / "async_rewards.py"
@@ -91,7 +91,7 @@ def test_a_process_that_was_killed_while_idle_is_replaced() -> None:
     with RewardWorkers(RewardConfig(functions=(f"{FILE}:sleeps_on_request",))) as workers:
 
         def process() -> int:
-            group = workers.submit(prompt(seconds=0.0), ["a"], [[1]]).result(DEADLINE_S)
+            group = workers.submit(prompt(seconds=0.0), ["a"], [[1]], STATE).result(DEADLINE_S)
             return int(group.rewards[0] or 0)
 
         before = process()
@@ -154,7 +154,7 @@ def test_the_duration_of_a_call_excludes_calls_it_waited_for(function: str) -> N
     name = function.partition(":")[2]
     with RewardWorkers(RewardConfig(functions=(function,), max_concurrent_calls=1)) as workers:
         started = time.monotonic()
-        groups = [workers.submit(prompt(seconds=0.2), ["a"], [[7]]) for _ in range(4)]
+        groups = [workers.submit(prompt(seconds=0.2), ["a"], [[7]], STATE) for _ in range(4)]
         for group in groups:
             group.result(DEADLINE_S)
         elapsed_s = time.monotonic() - started

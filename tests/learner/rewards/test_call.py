@@ -24,7 +24,7 @@ from learner.rewards import call
 from learner.rewards import workers as workers_module
 from learner.rewards.call import is_unreachable
 from learner.rewards.workers import RewardWorkers
-from tests.learner.rewards.scored_groups import DEADLINE_S, prompt
+from tests.learner.rewards.scored_groups import DEADLINE_S, STATE, prompt
 from tests.ports import free_port
 from tests.waiting import until
 
@@ -90,13 +90,13 @@ def test_the_run_waits_for_an_unreachable_service_and_every_group_gets_its_rewar
     caplog.set_level(logging.INFO)
     functions = (f"{tmp_path}/judge.py:{name}", "exact_match")
     with RewardWorkers(RewardConfig(functions=functions, unreachable_s=60)) as workers:
-        groups = [workers.submit(prompt(answer="12"), ["12", "1234"], [[1], [2]]) for _ in range(3)]
+        groups = [workers.submit(prompt(answer="12"), ["12", "1234"], [[1], [2]], STATE) for _ in range(3)]
         until(lambda: "cannot reach its service" in caplog.text)
         assert not any(group.done() for group in groups)
         with judging(port) as server:
             results = [group.result(DEADLINE_S) for group in groups]
             server.status = 503
-            late = workers.submit(prompt(answer="12"), ["12"], [[1]])
+            late = workers.submit(prompt(answer="12"), ["12"], [[1]], STATE)
             until(lambda: server.num_asked > 4)
             assert not late.done()
             server.status = 200
@@ -110,7 +110,7 @@ def test_the_run_waits_for_an_unreachable_service_and_every_group_gets_its_rewar
 def test_a_service_that_stays_unreachable_fails_at_the_deadline(tmp_path: Path, port: int) -> None:
     with RewardWorkers(RewardConfig(functions=(f"{tmp_path}/judge.py:judge",), unreachable_s=0.5)) as workers:
         began_at = time.monotonic()
-        (function,) = workers.submit(prompt(), ["12"], [[1]]).result(DEADLINE_S).functions
+        (function,) = workers.submit(prompt(), ["12"], [[1]], STATE).result(DEADLINE_S).functions
     assert function.outcome == "unreachable" and time.monotonic() - began_at > 0.5
     assert "start the service that it calls, or raise learner.reward.unreachable_s" in (function.message or "")
 
@@ -122,7 +122,7 @@ def test_groups_that_wait_for_a_service_need_no_thread_each(
     monkeypatch.setattr(call, "LONGEST_RETRY_S", 300.0)
     with RewardWorkers(RewardConfig(functions=(f"{tmp_path}/judge.py:judge_too",))) as workers:
         num_threads = threading.active_count()
-        groups = [workers.submit(prompt(), ["12"], [[1]]) for _ in range(40)]
+        groups = [workers.submit(prompt(), ["12"], [[1]], STATE) for _ in range(40)]
         until(lambda: len(workers._retries._jobs) == len(groups))
         assert threading.active_count() == num_threads
     assert all(group.exception(DEADLINE_S) is not None for group in groups)
@@ -133,13 +133,13 @@ def test_a_group_whose_result_cannot_be_computed_ends_with_the_error(
 ) -> None:
     monkeypatch.setattr(workers_module, "_total", lambda *arguments: 1 // 0)
     with RewardWorkers(RewardConfig(functions=("exact_match",))) as workers:
-        group = workers.submit(prompt(answer="12"), ["12"], [[1]])
+        group = workers.submit(prompt(answer="12"), ["12"], [[1]], STATE)
         assert isinstance(group.exception(DEADLINE_S), ZeroDivisionError)
 
 
 def test_closed_workers_retry_no_call(tmp_path: Path, port: int, caplog: pytest.LogCaptureFixture) -> None:
     workers = RewardWorkers(RewardConfig(functions=(f"{tmp_path}/judge.py:judge",)))
-    group = workers.submit(prompt(), ["12"], [[1]])
+    group = workers.submit(prompt(), ["12"], [[1]], STATE)
     until(lambda: "cannot reach its service" in caplog.text)
     workers.close()
     with judging(port) as server:

@@ -22,7 +22,7 @@ from learner.rewards.function import load_all
 from learner.rewards.workers import RewardWorkers
 from learner.sandbox.process import ProcessFailure
 from protocol.errors import RewardError
-from tests.learner.rewards.scored_groups import DEADLINE_S, prompt
+from tests.learner.rewards.scored_groups import DEADLINE_S, STATE, prompt
 from tests.waiting import until
 
 TESTS = "assert add(1, 2) == 3\nassert add(-1, 1) == 0"
@@ -176,7 +176,7 @@ def test_a_program_that_does_not_end_uses_only_its_share_of_the_time(tmp_path):
     completions = [f"```python\n{code}\n```" for code in programs]
     with RewardWorkers(RewardConfig(functions=("passes_tests",), timeout_s=8.0)) as workers:
         began = time.monotonic()
-        result = workers.submit(prompt(tests=TESTS), completions, [[1]] * 4).result(DEADLINE_S)
+        result = workers.submit(prompt(tests=TESTS), completions, [[1]] * 4, STATE).result(DEADLINE_S)
         took_s = time.monotonic() - began
     assert result.rewards == [0.0, 1.0, 0.0, 1.0]
     assert result.functions[0].outcome == "ok"
@@ -265,7 +265,7 @@ def test_a_program_ends_with_the_worker_that_runs_it():
     mark = f"9{os.getpid()}"
     code = f"```python\nimport subprocess; subprocess.run(['sleep', '{mark}'])\n```"
     with RewardWorkers(RewardConfig(functions=("passes_tests",), timeout_s=60.0)) as workers:
-        workers.submit(prompt(tests=TESTS), [code], [[1]])
+        workers.submit(prompt(tests=TESTS), [code], [[1]], STATE)
         until(lambda: runs(mark))
     until(lambda: not runs(mark))
 
@@ -310,7 +310,7 @@ class LatePool:
 def test_completions_rated_one_by_one_keep_their_metrics():
     calls = SerialCalls(CONFIG, LatePool())
     try:
-        job = Job("passes_tests", RewardCall("passes_tests", "", {}, ["late", "1", "1"], [[1]] * 3), Future())
+        job = Job("passes_tests", RewardCall("passes_tests", "", {}, ["late", "1", "1"], [[1]] * 3, STATE), Future())
         calls.put(job)
         assert job.future.result(DEADLINE_S) == RewardAnswer([0.0, 1.0, 1.0], {"programs_out_of_time": [0.25] * 2})
     finally:

@@ -22,7 +22,7 @@ from learner.rewards.function import load_function
 from learner.rewards.workers import FunctionRewards, GroupRewards, RewardWorkers, _total
 from protocol.errors import RewardError
 from tests.learner.environments.template_families import chat_of
-from tests.learner.rewards.scored_groups import DEADLINE_S, prompt, score
+from tests.learner.rewards.scored_groups import DEADLINE_S, STATE, prompt, score
 from tests.waiting import until
 
 USER = "tests.learner.rewards.user_rewards"
@@ -52,7 +52,7 @@ def test_a_function_that_changes_the_row_of_a_completion_leaves_that_of_the_othe
 
 def test_an_answer_started_in_the_prompt_is_scored_as_a_whole():
     prefilled = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
-    seen = _arguments(RewardCall("exact_match", prefilled, {}, ["2"], [[1]], prefill="4"), Log(1, frozenset()))
+    seen = _arguments(RewardCall("exact_match", prefilled, {}, ["2"], [[1]], STATE, prefill="4"), Log(1, frozenset()))
     assert seen["prompts"] == [prefilled[:1]] and seen["completions"] == [[{"role": "assistant", "content": "42"}]]
     started = msgspec.structs.replace(prompt(prefilled, answer="42"), prefill="4")
     assert score(["exact_match"], ["2", "42"], started).rewards == [1.0, 0.0]
@@ -114,7 +114,7 @@ def test_rewards_are_weighted_and_a_failed_function_drops_the_group(
     ],
 )  # fmt: skip
 def test_a_function_that_breaks_its_contract_gets_an_error_with_the_reason(function, problem):
-    call = RewardCall(function, "21>", {"answer": "12"}, ["12", "1", "2"], [[1], [2], [3]])
+    call = RewardCall(function, "21>", {"answer": "12"}, ["12", "1", "2"], [[1], [2], [3]], STATE)
     answer = call_function(call, frozenset({"mean"}), asyncio.run)
     assert isinstance(answer, str) and problem in answer
 
@@ -147,7 +147,7 @@ def test_values_that_a_function_logs_leave_the_process_as_plain_data():
 
 
 def test_a_generator_is_a_function_with_several_rewards_whose_service_may_be_unreachable():
-    call = RewardCall(f"{USER}:yields", "21>", {}, ["12", "1"], [[1], [2]])
+    call = RewardCall(f"{USER}:yields", "21>", {}, ["12", "1"], [[1], [2]], STATE)
     assert call_function(call, frozenset(), asyncio.run) == RewardAnswer([2.0, 1.0])
     call = msgspec.structs.replace(call, completions=["12", "down"])
     assert isinstance(call_function(call, frozenset(), asyncio.run), UnreachableService)
@@ -165,7 +165,7 @@ def test_a_call_that_ends_its_process_or_never_returns_fails_without_affecting_o
     config = RewardConfig(functions=(f"{USER}:misbehaves_on_request", "exact_match"), timeout_s=3.0, max_memory_mib=150)
     hows = [how for fate in FATES for how in ("answer", fate)] + ["answer"]
     with RewardWorkers(config) as workers:
-        groups = [workers.submit(prompt(answer="12", how=how), ["12", "1"], [[1], [2]]) for how in hows]
+        groups = [workers.submit(prompt(answer="12", how=how), ["12", "1"], [[1], [2]], STATE) for how in hows]
         results = [group.result(DEADLINE_S) for group in groups]
     for how, result in zip(hows, results, strict=True):
         broken, fine = result.functions
@@ -184,19 +184,19 @@ def processes():
 
 def test_no_reward_is_lost_when_a_process_is_killed():
     with RewardWorkers(RewardConfig(functions=(f"{USER}:slow_on_request",), num_workers=2)) as workers:
-        futures = [workers.submit(prompt(seconds=0.05), ["a"], [[1]]) for _ in range(40)]
+        futures = [workers.submit(prompt(seconds=0.05), ["a"], [[1]], STATE) for _ in range(40)]
         for pid in processes():  # busy
             os.kill(pid, signal.SIGKILL)
         assert [future.result(DEADLINE_S).rewards for future in futures] == [[0.0]] * 40
         for pid in processes():  # idle
             os.kill(pid, signal.SIGKILL)
-        assert workers.submit(prompt(seconds=0), ["a"], [[1]]).result(DEADLINE_S).rewards == [0.0]
+        assert workers.submit(prompt(seconds=0), ["a"], [[1]], STATE).result(DEADLINE_S).rewards == [0.0]
 
 
 @pytest.mark.parametrize(("limit", "num_processes"), [(None, 1), (2, 3)])
 def test_processes_are_replaced_after_a_number_of_calls(limit, num_processes):
     with RewardWorkers(RewardConfig(functions=(f"{USER}:its_process",), calls_per_worker=limit)) as workers:
-        pids = [workers.submit(prompt(), ["a"], [[1]]).result(DEADLINE_S).rewards[0] for _ in range(5)]
+        pids = [workers.submit(prompt(), ["a"], [[1]], STATE).result(DEADLINE_S).rewards[0] for _ in range(5)]
     assert len(set(pids)) == num_processes
     assert not processes()
 
@@ -204,13 +204,13 @@ def test_processes_are_replaced_after_a_number_of_calls(limit, num_processes):
 def test_close_fails_waiting_groups():
     functions = (f"{USER}:slow_on_request", f"{ASYNCHRONOUS}:sleeps_on_request")
     workers = RewardWorkers(RewardConfig(functions=functions, timeout_s=1000))
-    futures = [workers.submit(prompt(seconds=1000), ["a"], [[1]]) for _ in range(2)]
+    futures = [workers.submit(prompt(seconds=1000), ["a"], [[1]], STATE) for _ in range(2)]
     workers.close()
     for future in futures:
         with pytest.raises(RewardError, match="closed before the group was scored"):
             future.result(DEADLINE_S)
     with pytest.raises(RewardError, match="closed"):
-        workers.submit(prompt(), ["a"], [[1]])
+        workers.submit(prompt(), ["a"], [[1]], STATE)
 
 
 @pytest.mark.parametrize(
@@ -245,14 +245,14 @@ def test_a_service_that_is_down_while_a_replaced_process_imports_costs_time_but_
         f"{kind} f(completions, **kwargs):\n    return [1.0] * len(completions)\n"
     )
     with RewardWorkers(RewardConfig(functions=(f"{module}:f",), calls_per_worker=1)) as workers:
-        assert workers.submit(prompt(), ["a"], [[1]]).result(DEADLINE_S).rewards == [1.0]
+        assert workers.submit(prompt(), ["a"], [[1]], STATE).result(DEADLINE_S).rewards == [1.0]
         down.touch()
-        delayed = workers.submit(prompt(), ["a"], [[1]])
+        delayed = workers.submit(prompt(), ["a"], [[1]], STATE)
         until(lambda: "cannot reach its service" in caplog.text)
         down.unlink()
         assert delayed.result(DEADLINE_S).rewards == [1.0]
         module.write_text("1 / 0")
-        (failed,) = workers.submit(prompt(), ["a"], [[1]]).result(DEADLINE_S).functions
+        (failed,) = workers.submit(prompt(), ["a"], [[1]], STATE).result(DEADLINE_S).functions
     assert failed.outcome == "failed" and "cannot be loaded: reward function" in failed.message
     assert "ZeroDivisionError" in failed.message
 

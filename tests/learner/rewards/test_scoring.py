@@ -25,7 +25,7 @@ from protocol.messages import Completion, Group
 from protocol.model_files import resolve_model
 from tests.learner.environments.chat_tokenizer import chat_tokenizer
 from tests.learner.gateway.scripted_gateway import config_of
-from tests.learner.rewards.scored_groups import prompt
+from tests.learner.rewards.scored_groups import STATE, prompt
 from tests.learner.runs import make_run
 
 OUTCOMES = {".": "ok", "f": "failed", "t": "timed_out"}
@@ -90,7 +90,7 @@ def test_the_text_of_an_episode_begins_with_the_reasoning_that_the_prompt_of_its
     episode = Episode(branches=[sampled], stats=EpisodeStats(state="length", num_turns=1))
     of_row = msgspec.structs.replace(prompt(row), opens_reasoning=row.endswith("<think>"))
     scorer = Scorer(config_of(agent="my_agent:play"), tokenizer, workers)  # type: ignore[arg-type]
-    asyncio.run(scorer.rate(of_row, [episode], TrainerState()))
+    asyncio.run(scorer.rate(of_row, [episode], STATE))
     assert (workers.texts, workers.prompt.opens_reasoning) == ([text], False)
 
 

@@ -28,6 +28,10 @@ def sees_what_trl_passes(prompts, completions, completion_ids, answer, level, **
     return [float(completion[0]["content"] == gold) for completion, gold in zip(completions, answer, strict=True)]
 
 
+def progress(completions, trainer_state, **kwargs):
+    return [trainer_state.global_step / trainer_state.max_steps] * len(completions)
+
+
 def changes_its_row(prompts, completions, hints, **kwargs):
     rewards = []
     for prompt, completion, hint in zip(prompts, completions, hints, strict=True):

@@ -14,6 +14,7 @@ from learner.environments.process import EnvironmentProcess
 from learner.gateway.players import AGENT_HOST
 from learner.rewards.call import RewardAnswer, RewardCall
 from learner.rewards.process import RewardProcess
+from tests.learner.rewards.scored_groups import STATE
 
 TIMEOUT_S = 60.0
 CODE = """
@@ -57,7 +58,7 @@ def test_a_fork_of_a_reward_function_does_not_answer(file: Path) -> None:
     process = RewardProcess(RewardConfig(functions=(function,), timeout_s=TIMEOUT_S))
     try:
         for _ in range(2):
-            answer = process.call(RewardCall(function, "question", {}, ["a"], [[1]], timeout_s=TIMEOUT_S))
+            answer = process.call(RewardCall(function, "question", {}, ["a"], [[1]], STATE, timeout_s=TIMEOUT_S))
             assert answer == RewardAnswer([1.0])
     finally:
         process.close()

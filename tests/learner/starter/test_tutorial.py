@@ -14,6 +14,7 @@ from learner.rewards.workers import RewardWorkers
 from learner.run_inputs import RunInputs
 from learner.starter.starter import write_starter
 from tests.learner.openai_server import openai_server
+from tests.learner.rewards.scored_groups import STATE
 
 PAGE = (Path(__file__).parents[3] / "docs/first-task.md").read_text()
 SHOWN = {
@@ -47,7 +48,7 @@ def rewards_of(run: LearnerRun, *texts: str) -> list[list[float | None]]:
     run_inputs = RunInputs(run)
     ids = [run_inputs.tokenizer.encode(text, add_special_tokens=False) for text in texts]
     with RewardWorkers(run.learner.reward) as workers:
-        group = workers.submit(run_inputs.prompts.prompt_at(0), list(texts), ids).result(60)
+        group = workers.submit(run_inputs.prompts.prompt_at(0), list(texts), ids, STATE).result(60)
     assert [function.message for function in group.functions] == [None, None]
     return [function.rewards for function in group.functions]
 

@@ -216,6 +216,17 @@ def test_metrics_count_episodes_and_what_the_policy_sampled(accelerator: Acceler
     assert metrics["staleness/max"] == VERSION - oldest
 
 
+@pytest.mark.parametrize(("settings", "trained"), [({}, 0.5), ({"kl": {"coef": 1e-6}} | FIXED, 1.0)])
+def test_the_share_of_the_tokens_that_the_other_metrics_cover_is_measured(
+    accelerator: Accelerator, settings: dict[str, Any], trained: float
+) -> None:
+    trainer = make_moved_trainer(make_run(**settings), accelerator)
+    (group,) = make_groups(trainer.policy, num_groups=1)
+    ones = [1.0] * len(group.rewards_G)
+    solved = msgspec.structs.replace(group, slot=1, rewards_G=ones, rewards_by_function={"share_right": ones})
+    assert train_on(trainer, [group, solved], VERSION, StepTimer())["batch/trained_frac"] == trained
+
+
 def test_an_episode_can_sample_more_tokens_than_one_turn(accelerator: Accelerator) -> None:
     """Covers metrics by length, which are by quarters of the maximum length of a turn."""
     run = make_run(off_policy_correction={"weight": "mask", "max_weight": 1.5})
