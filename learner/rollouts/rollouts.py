@@ -145,7 +145,7 @@ class Rollouts:
     def close(self) -> None:
         """Cancel all requests at the servers; the ledger keeps them for a resume."""
         for member in self._fleet.connected():
-            self._loop.call(member.link.cancel(self._dispatcher.group_ids), CALL_TIMEOUT_S)
+            self._loop.end(member.link.cancel(self._dispatcher.group_ids), CALL_TIMEOUT_S)
         self._loop.call_soon(self._dispatcher.forget_all)
 
     # --- called in the loop thread --------------------------------------------------------------------------
