@@ -112,9 +112,7 @@ class Rollouts:
             )  # fmt: skip
             if groups is not None and self._reference is not None:
                 self._popped = groups
-                groups = self._reference.take(
-                    groups, self._buffer.scored(), min(CHECK_INTERVAL_S, max(0.0, remaining_s))
-                )
+                groups = self._reference.take(groups, self._buffer.scored, min(CHECK_INTERVAL_S, max(0.0, remaining_s)))
             if groups is not None:
                 self._popped = None
             if groups is not None or remaining_s <= 0:
