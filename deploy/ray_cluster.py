@@ -39,8 +39,6 @@ PORTS = range(20_000, 30_000)
 """Ports for servers and for the ranks' rendezvous: below those that the kernel gives to connections."""
 VISIBLE_WITHIN_S = 60.0
 """Seconds after which a new file on network storage is visible on every node."""
-SIGNAL_TIMEOUT_S = 30.0
-"""Seconds that a signal waits for the start of its process."""
 NOTICE_AFTER_S = 10.0
 LOST = 1
 """Exit code of a process whose agent was lost."""
@@ -54,7 +52,9 @@ class Agent:
     def __init__(self) -> None:
         self._run_id = 0
         self._popen: subprocess.Popen[str] | None = None
-        self._has_started = threading.Condition()
+        self._early: dict[int, int] = {}
+        """Signals to processes that have not started."""
+        self._lock = threading.Lock()
 
     @ray.method(max_task_retries=-1)  # while Ray starts this agent again
     def host(self) -> BundleLocation:
@@ -71,25 +71,32 @@ class Agent:
     def run(self, run_id: int, command: RemoteCommand) -> Iterator[str | int]:
         """Run a process. Yield its lines, several at once, and its exit code last."""
         self.signal(self._run_id, signal.SIGKILL)  # of a driver that lost the connection
-        popen = None
         try:
             enter(command)
-            program = (*module_command(command.module), *command.arguments)
-            popen = start_process(program, command.environment, signal.SIGKILL)
         except ConfigError as error:
             yield f"error: {error}\n"
-        finally:
-            with self._has_started:
+            yield NO_CODE
+            return
+        popen = None
+        with self._lock:
+            if run_id not in self._early:
+                program = (*module_command(command.module), *command.arguments)
+                popen = start_process(program, command.environment, signal.SIGKILL)
                 self._run_id, self._popen = run_id, popen
-                self._has_started.notify_all()
-        if popen is not None:
-            yield from output_of(popen)
-        yield NO_CODE if popen is None else popen.returncode
+        if popen is None:
+            yield -self._early[run_id]
+            return
+        yield from output_of(popen)
+        yield popen.returncode
 
     def signal(self, run_id: int, number: int) -> None:
-        """Send a signal to a process, which may be about to start. SIGKILL goes to its whole session."""
-        with self._has_started:
-            self._has_started.wait_for(lambda: self._run_id >= run_id, SIGNAL_TIMEOUT_S)
+        """Send a signal to a process. One that waits for its files then never starts.
+
+        SIGKILL goes to the whole session of the process.
+        """
+        with self._lock:
+            if self._run_id < run_id:
+                self._early[run_id] = number
             popen = self._popen if self._run_id == run_id else None
         if popen is None or popen.poll() is not None:
             return

@@ -5,8 +5,9 @@
                      ▼
                     RankLoss ─▶ rank 0 notifies the others ─▶ all end
 
-The kernel closes the connections of a dead process, and keepalive probes detect a silent host, so no
-heartbeat is needed. A rank that hangs keeps its connections, and learner.collective_timeout_s detects it.
+The kernel closes the connections of a dead process, which its forks do not share, and keepalive probes detect a
+silent host, so no heartbeat is needed. A rank that hangs keeps its connections, and learner.collective_timeout_s
+detects it.
 Invariant: END_S after a rank has died, no rank is left. One line has named the dead rank: one per node if it
 was rank 0.
 """
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
+from weakref import WeakSet
 
 import msgspec
 import torch
@@ -86,7 +88,9 @@ class RankWatch:
         self._has_news, self._is_over = threading.Event(), threading.Event()
         self._lock = threading.Lock()
         self._connections: list[socket.socket] = []
+        self._sockets: WeakSet[socket.socket] = WeakSet()
         if self._num_ranks > 1:
+            os.register_at_fork(after_in_child=self._close_in_fork)
             self._meet(accelerator)
 
     def cause_of(self, error: BaseException) -> BaseException:
@@ -130,6 +134,15 @@ class RankWatch:
                     connection.shutdown(socket.SHUT_RDWR)
                 connection.close()
 
+    def _close_in_fork(self) -> None:
+        """Close the sockets in a fork of this rank, which would keep the connections of a dead rank open.
+
+        `close` would leave a descriptor open as long as `_lines` has a file of its socket.
+        """
+        for one in self._sockets:
+            with suppress(OSError):  # closed before
+                os.close(one.detach())
+
     @property
     def _reports_loss(self) -> bool:
         """True if this rank reports the lost rank.
@@ -155,6 +168,7 @@ class RankWatch:
             token=bytes(token).hex(), rank=self._rank, process=f"process {os.getpid()} on {socket.gethostname()}"
         )
         if listener is not None:
+            self._sockets.add(listener)
             _start(self._welcome, listener, greeting)
             return
         try:
@@ -181,9 +195,13 @@ class RankWatch:
 
     def _begin(self, connection: socket.socket, greeting: Greeting) -> None:
         keep_alive(connection)
+        self._sockets.add(connection)
         if self._rank != 0:
-            # Not sent by the thread, so that a rank that dies before the thread starts is known by name.
+            # Not sent by the thread, so that a rank that dies before the thread starts is known by name, and one that
+            # parts before rank 0 has answered says so.
             send_line(connection, greeting)
+            with self._lock:
+                self._connections.append(connection)
         _start(self._listen_to, connection, greeting)
 
     def _listen_to(self, connection: socket.socket, greeting: Greeting) -> None:
@@ -194,10 +212,13 @@ class RankWatch:
             connection.close()  # not a rank of this learner
             return
         if self._rank == 0:
-            send_line(connection, greeting)  # only now, because it has the token
+            with self._lock:
+                if self._is_over.is_set():
+                    connection.close()  # without a greeting, the other rank takes this end for no death
+                    return
+                send_line(connection, greeting)  # only now, because it has the token
+                self._connections.append(connection)
         connection.settimeout(None)
-        with self._lock:
-            self._connections.append(connection)
         for line in lines:
             if isinstance(line, RankLoss):
                 self._report_loss(line)

@@ -59,7 +59,7 @@ class AgentPlayer:
         Raises:
             ConfigError: Either fails.
         """
-        cleanup.callback(lambda: loop.call(self._close(), CLOSE_TIMEOUT_S))
+        cleanup.callback(lambda: loop.end(self._close(), CLOSE_TIMEOUT_S))
         loop.call(self._gateway.start(), CLOSE_TIMEOUT_S)
         loop.call(check_agent(self._config.environment, self._agents), STARTUP_TIMEOUT_S + CLOSE_TIMEOUT_S)
         log.info("gateway listening for agents at %s", self._gateway.base_url)

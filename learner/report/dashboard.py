@@ -28,7 +28,6 @@ from learner.report.summary import RunDirectoryError
 from learner.report.templates import template
 from learner.servers.loop_thread import LoopThread
 from protocol.endpoint import is_loopback, join_address
-from protocol.errors import DeadlineExceeded
 
 log = logging.getLogger(__name__)
 
@@ -256,7 +255,7 @@ def start_dashboard(
     except Exception as error:
         log.warning("the run goes on without a live dashboard: %s", error or repr(error))
         return None
-    cleanup.callback(close_dashboard, loop, dashboard)
+    cleanup.callback(lambda: loop.end(dashboard.close(), START_TIMEOUT_S))
     log.info("live dashboard: %s", dashboard.address)
     if not is_loopback(host):
         log.warning(
@@ -264,10 +263,3 @@ def start_dashboard(
             dashboard.address,
         )
     return dashboard
-
-
-def close_dashboard(loop: LoopThread, dashboard: Dashboard) -> None:
-    try:
-        loop.call(dashboard.close(), START_TIMEOUT_S)
-    except DeadlineExceeded as error:
-        log.warning("the live dashboard did not end: %s", error)

@@ -11,7 +11,7 @@ import asyncio
 import statistics
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 
 import msgspec
@@ -41,17 +41,18 @@ class ReferenceScores:
                     self._scores[group.group_id] = self.server.fleet.loop.submit(self._score(group))
 
     def take(
-        self, groups: Sequence[RolloutGroup], kept: Collection[RolloutGroup], timeout_s: float
+        self, groups: Sequence[RolloutGroup], kept: Callable[[], Collection[RolloutGroup]], timeout_s: float
     ) -> list[RolloutGroup] | None:
         """Return a step's groups with their logprobs, or None after `timeout_s`.
 
-        `kept`: the groups of later steps. Their logprobs are requested too, and those of all others are forgotten.
+        `kept` returns the groups of later steps. Their logprobs are requested too, and those of all others are
+        forgotten.
 
         Raises:
             DeadlineExceeded, ParityError, SlipstreamError: As ReferenceServer.score.
         """
         started = time.monotonic()
-        self.begin([*groups, *kept])
+        self.begin([*groups, *kept()])
         pending = [self._scores[group.group_id] for group in groups]
         done, missing = wait(pending, timeout_s, FIRST_EXCEPTION)
         self._waited_s += time.monotonic() - started
@@ -60,7 +61,7 @@ class ReferenceScores:
         if missing:
             return None
         with self._lock:
-            names = {group.group_id for group in kept}
+            names = {group.group_id for group in kept()}  # also those that were scored during the wait
             for name in self._scores.keys() - names:
                 self._scores.pop(name).cancel()
         return [_with_reference(group, scores.result()) for group, scores in zip(groups, pending, strict=True)]

@@ -116,7 +116,7 @@ class Rollouts:
                 on_stale=lambda retry: self._loop.spawn(self._begin_retry(retry)),
             )  # fmt: skip
         if (groups := self._popped) is not None and self._reference is not None:
-            groups = self._reference.take(groups, self._buffer.scored(), timeout_s)
+            groups = self._reference.take(groups, self._buffer.scored, timeout_s)
         self._popped = self._popped if groups is None else None
         return groups
 
@@ -145,7 +145,7 @@ class Rollouts:
     def close(self) -> None:
         """Cancel all requests at the servers; the ledger keeps them for a resume."""
         for member in self._fleet.connected():
-            self._loop.call(member.link.cancel(self._dispatcher.group_ids), CALL_TIMEOUT_S)
+            self._loop.end(member.link.cancel(self._dispatcher.group_ids), CALL_TIMEOUT_S)
         self._loop.call_soon(self._dispatcher.forget_all)
 
     # --- called in the loop thread --------------------------------------------------------------------------

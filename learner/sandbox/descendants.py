@@ -84,17 +84,23 @@ def num_children(pid: int) -> int:
     return num
 
 
-def kill_with_descendants(leader: int) -> None:
-    """Kill the leader of a process group, the group, and all descendants."""
-    with suppress(ProcessLookupError, PermissionError):  # it leads no group yet, or is gone
-        os.killpg(leader, signal.SIGSTOP)  # so that it starts no more processes
-        _kill_outside_its_group(leader, leader)
-        os.killpg(leader, signal.SIGKILL)
+def kill_with_descendants(*leaders: int) -> None:
+    """Kill the leaders of process groups, the groups, and all descendants."""
+    groups = {}
+    for leader in leaders:
+        with suppress(ProcessLookupError, PermissionError):  # it leads no group yet, or is gone
+            os.killpg(leader, signal.SIGSTOP)  # so that it starts no more processes
+            groups[leader] = leader
+    if groups:
+        _kill_outside_their_groups(groups)
+    for leader in groups:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(leader, signal.SIGKILL)
 
 
 def end_with_descendants() -> None:
     """Kill all descendants, this process and its group; does not return."""
-    _kill_outside_its_group(os.getpid(), os.getpgid(0))
+    _kill_outside_their_groups({os.getpid(): os.getpgid(0)})
     os.killpg(0, signal.SIGKILL)
 
 
@@ -107,14 +113,19 @@ def end_if_forked(owner: int) -> None:
         os._exit(1)
 
 
-def _kill_outside_its_group(pid: int, group: int) -> None:
-    """Kill the descendants outside the group; the caller then kills the group at once."""
+def _kill_outside_their_groups(groups: Mapping[int, int]) -> None:
+    """Kill the descendants of processes outside the group of each; the caller then kills the groups at once.
+
+    One look through the machine, which may have thousands of processes, serves all.
+    """
     killed: set[int] = set()
     for _ in range(MAX_PASSES):
         processes = all_processes()
+        children = children_by_parent(processes)
         found = {
-            one for one in descendants_of(pid, children_by_parent(processes)) if processes[one].group != group
-        } - killed
+            one for pid, group in groups.items() for one in descendants_of(pid, children)
+            if processes[one].group != group
+        } - killed  # fmt: skip
         if not found:
             return
         for one in found:

@@ -117,6 +117,7 @@ class ProcessPool(Generic[P]):
             self.is_closed = True
             processes = list(self._all)
         self._watch.close()
+        SandboxProcess.kill_all(processes)
         for process in processes:
             process.close()
 

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import struct
+from collections.abc import Iterable
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any, Literal, TypeVar
@@ -94,12 +95,19 @@ class SandboxProcess:
 
     def kill(self) -> None:
         """Kill the process and everything that it has started."""
-        if self._is_killed:  # its PID may belong to another process by now
-            return
-        self._is_killed = True
-        kill_with_descendants(self.pid)
-        self._child.kill()  # it may lead no group yet
-        self._child.join(EXIT_WAIT_S)
+        self.kill_all([self])
+
+    @staticmethod
+    def kill_all(processes: "Iterable[SandboxProcess]") -> None:
+        """Kill processes and everything that they have started."""
+        alive = [one for one in processes if not one._is_killed]  # the PID of another may be that of a new process
+        for process in alive:
+            process._is_killed = True
+        kill_with_descendants(*(process.pid for process in alive))
+        for process in alive:
+            process._child.kill()  # it may lead no group yet
+        for process in alive:
+            process._child.join(EXIT_WAIT_S)
 
     def close(self) -> None:
         """Kill the process and release what the learner holds of it."""

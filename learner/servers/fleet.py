@@ -104,7 +104,7 @@ class Fleet:
     def leave(self) -> None:
         """Free the servers if the run is over. Call this after all other messages."""
         if self.is_over:
-            self.loop.call(self._leave_all(), LEAVE_TIMEOUT_S)
+            self.loop.end(self._leave_all(), LEAVE_TIMEOUT_S)
 
     def close(self) -> None:
         """Close the sockets. Call this after the loop has stopped."""

@@ -4,6 +4,7 @@ Invariant: a failure in the background is not lost: the next `raise_failure` rai
 """
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 
 from protocol.errors import DeadlineExceeded
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STOP_TIMEOUT_S = 10.0
@@ -45,6 +47,13 @@ class LoopThread:
             future.cancel()
             name = getattr(coroutine, "__qualname__", "a call")
             raise DeadlineExceeded(f"{name} did not finish within {timeout_s:g} s") from error
+
+    def end(self, coroutine: Coroutine[Any, Any, None], timeout_s: float) -> None:
+        """Run a coroutine that ends something. If it is slow, warn, because what the run has done counts."""
+        try:
+            self.call(coroutine, timeout_s)
+        except DeadlineExceeded as error:
+            log.warning("the run ends without waiting longer: %s", error)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
         """Run work in the background, from any thread; `raise_failure` raises its error."""

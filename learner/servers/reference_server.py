@@ -118,7 +118,8 @@ class ReferenceServer:
             log.info("the reference's server at %s has the policy of version %d", self.endpoint, self.version)
 
     def _set_ready(self, welcome: Welcome) -> None:
-        self._ready_id, self._num_replicas = welcome.server_id, welcome.num_replicas
+        self._num_replicas = welcome.num_replicas
+        self._ready_id = welcome.server_id  # last: from now on, the loop sends scores to its replicas
 
     def _require_own_model(self, welcome: Welcome) -> None:
         if not welcome.is_untouched:

@@ -6,6 +6,7 @@ to and read from their ends, because they may be too long to read whole.
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +24,8 @@ NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "gluster", 
            "orangefs", "wekafs", "panfs", "virtiofs", "s3fs", "gcsfuse", "gfs", "ocfs")  # fmt: skip
 """Substrings of the types of file systems that other machines may also write to."""
 BLOCK_BYTES = 1 << 16
+TORCH_SAVE_FAILED = re.compile("inline_container|PytorchStreamWriter|Parent directory")
+"""Pattern of torch.save's RuntimeErrors. From another rank, they come without the error of the system."""
 
 
 class DiskError(SlipstreamError):
@@ -34,11 +37,13 @@ def writing(path: Path) -> Iterator[None]:
     """Raise DiskError, naming `path`, if a write fails.
 
     Covers the errors of Python, of safetensors, and of torch.save, whose RuntimeError does not give the
-    reason.
+    reason. Other RuntimeErrors, as of a collective or a GPU without memory, pass unchanged.
     """
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not TORCH_SAVE_FAILED.search(str(error)):
+            raise
         num_free = shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free / MIB
         raise DiskError(
             f"{path} could not be written ({error}); {num_free:,.1f} MiB are free on its disk. The run stops, and "

@@ -79,6 +79,27 @@ def test_a_process_gets_ctrl_c_from_a_thread_that_blocks_it_and_is_killed_with_t
         assert orphan.wait(20) == -signal.SIGKILL
 
 
+def test_a_process_that_gets_a_signal_while_it_waits_for_its_files_never_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits, may_start, output = threading.Event(), threading.Event(), list[Any]()
+
+    def enter(_: RemoteCommand) -> None:
+        waits.set()
+        may_start.wait(20)
+
+    monkeypatch.setattr(ray_cluster, "enter", enter)
+    monkeypatch.setattr(ray_cluster, "module_command", lambda _: (sys.executable, "-S", "-c", "print('trained')"))
+    agent = ray_cluster.Agent()
+    thread = threading.Thread(target=lambda: output.extend(agent.run(7, command(tmp_path))))
+    thread.start()
+    assert waits.wait(20)
+    agent.signal(7, signal.SIGINT)
+    may_start.set()
+    thread.join(20)
+    assert output == [-signal.SIGINT]
+
+
 def test_a_process_whose_agent_has_no_node_ends_at_a_signal_and_never_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

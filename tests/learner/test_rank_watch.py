@@ -14,7 +14,7 @@ import pytest
 import learner.rank_watch as rank_watch
 from learner.training.distributed import ranks_of
 from protocol.config import to_toml
-from protocol.errors import SlipstreamError
+from protocol.errors import ConfigError, SlipstreamError
 from tests.learner.forked_learner import end_of, start_learner
 from tests.learner.model_engine import tiny_server
 from tests.learner.ranks import Place, Work, places_of
@@ -27,6 +27,8 @@ pytestmark = pytest.mark.system
 
 NUM_RANKS = 3
 ALL_WITHIN_S = 30.0
+FORK_LIFE_S = 20.0
+LATE_S = 1.0
 WITHIN_S = 20.0
 """Time for rank 0 to turn a stranger away: less than it waits for the next line (MEET_S)."""
 
@@ -86,22 +88,55 @@ def die(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def die_beside_one_that_hears_nothing(*, is_watched: bool) -> None:
+def die_beside_one_that_hears_nothing(*, is_watched: bool, has_fork: bool) -> None:
     rank_watch.END_S = 1.0
     if os.environ["RANK"] == "1" and not is_watched:
         rank_watch._start = die
     with ranks_of(a_run()) as accelerator:
         if accelerator.process_index == 1:
+            if has_fork and os.fork() == 0:
+                time.sleep(FORK_LIFE_S)
+                os._exit(0)
             die()
-        time.sleep(100)
+        time.sleep(FORK_LIFE_S / 2)
 
 
-@pytest.mark.parametrize("is_watched", [True, False], ids=["", "and whose death comes before the watch begins"])
-def test_a_rank_whose_collective_does_not_notice_a_death_is_killed(tmp_path: Path, is_watched: bool) -> None:
-    codes, log = run_ranks(tmp_path / "log", partial(die_beside_one_that_hears_nothing, is_watched=is_watched))
+@pytest.mark.parametrize(
+    ("is_watched", "has_fork"),
+    [(True, False), (False, False), (True, True)],
+    ids=["", "and whose death comes before the watch begins", "and whose fork lives on"],
+)
+def test_a_rank_whose_collective_does_not_notice_a_death_is_killed(
+    tmp_path: Path, is_watched: bool, has_fork: bool
+) -> None:
+    """The forks are those of `datasets`, which tokenizes in several processes."""
+    work = partial(die_beside_one_that_hears_nothing, is_watched=is_watched, has_fork=has_fork)
+    codes, log = run_ranks(tmp_path / "log", work)
     assert codes == [1, -signal.SIGKILL]
     (line,) = error_lines(log)
     assert "rank 1 of this learner" in line
+
+
+def refuse_before_the_other_has_met_this_rank(*, rank: int) -> None:
+    if os.environ["RANK"] != str(rank):
+        name = "_begin" if rank == 0 else "_listen_to"
+        meet = getattr(rank_watch.RankWatch, name)
+        setattr(rank_watch.RankWatch, name, lambda *args: (time.sleep(LATE_S), meet(*args)))
+    try:
+        with ranks_of(a_run()) as accelerator:
+            if accelerator.process_index == rank:
+                raise ConfigError("refused")
+            accelerator.wait_for_everyone()
+    finally:
+        if os.environ["RANK"] == str(rank):
+            time.sleep(2 * LATE_S)  # its other threads go on until it exits
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_refuses_at_once_is_not_reported_as_dead(tmp_path: Path, rank: int) -> None:
+    codes, log = run_ranks(tmp_path / "log", partial(refuse_before_the_other_has_met_this_rank, rank=rank))
+    assert codes == [2, 2], log
+    assert "error: refused" in log and "has died" not in log
 
 
 def fail_alone() -> None:

@@ -7,6 +7,7 @@ test_agent_host.py.
 import asyncio
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from learner.config import EnvironmentConfig
 from learner.environments.episode import EpisodeGroup
 from learner.gateway.players import AgentProcess, AgentReward, EpisodeRequest, start_agent_pool
+from learner.sandbox.pool import ProcessPool
 from protocol.errors import ConfigError
 from tests.learner.gateway.scripted_gateway import FirstTurnPolicy, play_with_agent
 from tests.learner.sandbox.processes import wait_until_gone
@@ -47,6 +49,23 @@ def test_an_agent_plays_episodes_in_sequence_and_reports_their_rewards(
         assert branch.sampled_versions == [4, 5] and branch.prompt_token_ids is None
         assert [message["role"] for message in episode.messages] == ["assistant", "user", "assistant"]
         assert episode.stats.environment_s > 0
+
+
+def test_agents_that_end_slowly_are_a_warning_at_the_end_of_a_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    close = ProcessPool.close
+
+    def close_slowly(pool: ProcessPool[AgentProcess]) -> None:
+        close(pool)
+        time.sleep(1)
+
+    def shorten() -> None:
+        monkeypatch.setattr("learner.gateway.players.CLOSE_TIMEOUT_S", 0.1)
+        monkeypatch.setattr(ProcessPool, "close", close_slowly)
+
+    play_with_agent({"worth": 0.25}, agent=f"{USER}:two_turns", then=shorten)
+    assert "AgentPlayer._close did not finish within 0.1 s" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def make_group(slot: int, *completions: list[int]) -> RolloutGroup:
 def take(scores: ReferenceScores, groups: list[RolloutGroup], kept: list[RolloutGroup]) -> list[RolloutGroup]:
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
-        if (taken := scores.take(groups, kept, 0.5)) is not None:
+        if (taken := scores.take(groups, lambda: kept, 0.5)) is not None:
             return taken
     raise AssertionError("no scores")
 
@@ -101,6 +101,30 @@ def test_groups_get_the_logprobs_of_their_own_tokens_and_later_ones_are_not_requ
     metrics = setup.scores.pop_metrics()
     assert metrics["reference/scored_tokens"] == 3 * len(PROMPT) + 6
     assert metrics["reference/score_seconds"] > 0 and metrics["reference/groups_pending"] == 0
+
+
+def test_a_group_that_is_scored_while_a_step_waits_is_requested_once(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, later = make_group(0, [5, 6, 7], [8]), make_group(1, [9, 2])
+    requested, scored = list[str](), list[RolloutGroup]()
+    score = ReferenceScores._score
+
+    def recorded(scores: ReferenceScores, group: RolloutGroup) -> Any:
+        requested.append(group.group_id)
+        return score(scores, group)
+
+    def kept() -> list[RolloutGroup]:
+        found = [*scored]
+        if not scored:
+            scored.append(later)
+            setup.scores.begin(scored)  # as the loop does meanwhile
+        return found
+
+    monkeypatch.setattr(ReferenceScores, "_score", recorded)
+    assert setup.scores.take([now], kept, TIMEOUT_S) is not None
+    assert_scored_by(setup.model, take(setup.scores, [later], []))
+    assert sorted(requested) == [now.group_id, later.group_id]
 
 
 def test_a_refresh_discards_the_logprobs_of_the_earlier_reference(setup: Setup) -> None:

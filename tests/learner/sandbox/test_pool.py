@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from learner.sandbox.descendants import ProcessEntry, all_processes
 from learner.sandbox.pool import PoolClosed, ProcessPool
 from learner.sandbox.process import PipeProcess, ProcessFailure
 from protocol.errors import ProcessesExhausted
@@ -109,6 +110,22 @@ def test_close_kills_all_processes_and_ends_pending_calls(pool: ProcessPool[Pipe
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(lease())
+
+
+def test_close_looks_through_the_machine_once_for_all_processes(
+    pool: ProcessPool[PipeProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[object] = []
+
+    def look() -> dict[int, ProcessEntry]:
+        looks.append(None)
+        return all_processes()
+
+    processes = [pool.acquire() for _ in range(3)]
+    monkeypatch.setattr("learner.sandbox.descendants.all_processes", look)
+    pool.close()
+    assert len(looks) == 1
+    wait_until_gone(*(process.pid for process in processes))
 
 
 def test_a_process_that_starts_while_the_pool_closes_does_not_outlive_it() -> None:

@@ -79,6 +79,19 @@ def test_every_writer_reports_the_path_and_the_free_space(tmp_path: Path, mount:
             write(disk / name)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:51234"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    ],
+    ids=["a rank that has died", "a full GPU"],
+)
+def test_what_is_no_fault_of_the_disk_is_not_blamed_on_it(tmp_path: Path, error: RuntimeError) -> None:
+    with pytest.raises(type(error), match=re.escape(str(error))), writing(tmp_path):
+        raise error
+
+
 def test_a_removed_directory_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DiskError, match=r"gone/run/metrics\.jsonl could not be written \(.*No such file"):
         JsonLinesFile(tmp_path / "gone/run/metrics.jsonl")
