@@ -17,7 +17,7 @@ from learner.config.section import AtLeastOne, NotNegative, Section, Timeout, re
 from learner.config.servers import ParityConfig, SamplingConfig, WeightSyncConfig
 from learner.config.tasks import CurriculumConfig, DataConfig, EnvironmentConfig
 from protocol.config import DEFAULT_ENDPOINT, DEFAULT_HTTP_PORT, SharedConfig
-from protocol.config_keys import MayChange
+from protocol.config_keys import MayChange, check_section
 from protocol.endpoint import check_endpoint, join_address, split_endpoint
 from protocol.errors import ConfigError
 from protocol.hardware import Cores
@@ -155,6 +155,19 @@ class LearnerConfig(Section):
         )
 
 
+class ServerSection(msgspec.Struct, frozen=True):
+    """Keys of [server] that the learner reads. The server checks the section as a whole."""
+
+    max_model_len: int | None = None
+    http_host: str = "127.0.0.1"
+    http_port: int = DEFAULT_HTTP_PORT
+    cpu_cores: Cores | None = None
+    dtype: str | None = None
+    quantization: str | None = None
+    kv_cache_dtype: str | None = None
+    overlap_weight_loading: bool = False
+
+
 class LearnerRun(SharedConfig):
     """Train a model: `slipstream train run.toml`."""
 
@@ -188,6 +201,7 @@ class LearnerRun(SharedConfig):
         return self.learner.evaluation.url or f"http://{join_address(host, port)}/v1"
 
     def check(self) -> None:
+        check_section("server", self.server, ServerSection)
         evaluation = self.learner.evaluation
         if evaluation.every_steps and evaluation.url is None and self.server.get("http_port") == 0:
             raise ConfigError(
