@@ -6,7 +6,7 @@ import msgspec
 import tyro
 
 from protocol.config import DEFAULT_ENDPOINT, DEFAULT_HTTP_PORT, MAX_SECONDS, Seconds, SharedConfig, Text
-from protocol.config_keys import PassedOn
+from protocol.config_keys import PassedOn, check_section
 from protocol.endpoint import is_host, is_loopback
 from protocol.errors import ConfigError
 from protocol.hardware import Cores, Dtype, has_gpu
@@ -177,6 +177,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         return self.max_concurrent_sequences * self.data_parallel_size
 
 
+class LearnerSection(msgspec.Struct, frozen=True):
+    """Keys of [learner] of which the server needs the type. The learner checks the section as a whole."""
+
+    cpu_cores: Cores | None = None
+
+
 class ServerRun(SharedConfig):
     """Run an inference server: `slipstream serve run.toml`."""
 
@@ -211,6 +217,7 @@ class ServerRun(SharedConfig):
         return self.learner.get("routing_replay") is True if wanted == "auto" else wanted
 
     def check(self) -> None:
+        check_section("learner", self.learner, LearnerSection)
         if self.endpoints and self.endpoint == DEFAULT_ENDPOINT and self.endpoint not in self.endpoints:
             raise ConfigError(
                 f"endpoints = {list(self.endpoints)} does not identify this server; "

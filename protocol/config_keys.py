@@ -100,6 +100,14 @@ def explain(message: str, raw: dict[str, Any], config_type: type[msgspec.Struct]
     return ".".join([*keys, problem]) if problem[0].islower() else message
 
 
+def check_section(name: str, table: dict[str, Any], keys: type[msgspec.Struct]) -> None:
+    """Raise ConfigError if a section of another process has a wrong type in one of these keys."""
+    try:
+        msgspec.convert(table, keys)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{name}.{explain(str(error), table, keys)}") from error
+
+
 def refuse_unknown_keys(struct: type[msgspec.Struct], raw: dict[str, Any], path: str, prefix: str = "") -> None:
     """Raise ConfigError for an unknown key, with a suggestion.
 

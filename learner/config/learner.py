@@ -17,7 +17,7 @@ from learner.config.section import AtLeastOne, NotNegative, Section, Timeout, re
 from learner.config.servers import ParityConfig, SamplingConfig, WeightSyncConfig
 from learner.config.tasks import CurriculumConfig, DataConfig, EnvironmentConfig
 from protocol.config import DEFAULT_ENDPOINT, DEFAULT_HTTP_PORT, SharedConfig
-from protocol.config_keys import MayChange
+from protocol.config_keys import MayChange, check_section
 from protocol.endpoint import check_endpoint, join_address, split_endpoint
 from protocol.errors import ConfigError
 from protocol.hardware import Cores
@@ -155,6 +155,19 @@ class LearnerConfig(Section):
         )
 
 
+class ServerSection(msgspec.Struct, frozen=True):
+    """Keys of [server] that the learner reads. The server checks the section as a whole."""
+
+    max_model_len: int | None = None
+    http_host: str = "127.0.0.1"
+    http_port: int = DEFAULT_HTTP_PORT
+    cpu_cores: Cores | None = None
+    dtype: str | None = None
+    quantization: str | None = None
+    kv_cache_dtype: str | None = None
+    overlap_weight_loading: bool = False
+
+
 class LearnerRun(SharedConfig):
     """Train a model: `slipstream train run.toml`."""
 
@@ -208,6 +221,7 @@ class LearnerRun(SharedConfig):
             )
 
     def check(self) -> None:
+        check_section("server", self.server, ServerSection)
         sources = {
             "endpoint": self.endpoint if self.endpoint != DEFAULT_ENDPOINT else None,
             "endpoints": list(self.endpoints) or None,

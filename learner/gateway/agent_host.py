@@ -201,7 +201,9 @@ def last_line(printed: str) -> Any:
         value = json.loads(line)
     except ValueError:
         return as_number(line)
-    return value if isinstance(value, (int, float, dict)) and not isinstance(value, bool) else None
+    values = value.values() if isinstance(value, dict) else [value]
+    is_reward = all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in values)
+    return value if is_reward and values else None
 
 
 def as_number(text: str) -> float | None:

@@ -80,7 +80,8 @@ class AgentPlayer:
                 outcome = await agent.play(request, self._config.environment.episode_deadline_s)
                 if self._agents.is_closed:
                     raise asyncio.CancelledError  # the run is ending, and the episode with it
-                reward = _reward_of(outcome, session, by_turn=self._reads_turns)
+                is_printed = self._config.environment.command is not None
+                reward = _reward_of(outcome, session, by_turn=self._reads_turns, is_printed=is_printed)
                 if isinstance(reward, ProcessFailure):
                     log.warning("the agent of prompt %d %s", prompt.prompt_id, reward.message)
                 session.end(reward)
@@ -255,7 +256,7 @@ def without_proxy(host: str) -> dict[str, str]:
 
 
 def _reward_of(
-    outcome: AgentReward | ProcessFailure, session: Session, *, by_turn: bool
+    outcome: AgentReward | ProcessFailure, session: Session, *, by_turn: bool, is_printed: bool
 ) -> float | ProcessFailure | None:
     """Return the reward of the episode, or a ProcessFailure for an unknown id or two ids of one turn.
 
@@ -268,6 +269,8 @@ def _reward_of(
         return outcome.reward
     named = {_turn_id(name): name for name in outcome.reward}
     unknown = [name for name in outcome.reward if _turn_id(name) not in session.turns]
+    if is_printed and len(unknown) == len(named):  # a line of a log
+        return None
     if unknown:
         return ProcessFailure(
             "failed", f"returned a reward for {unknown[0]!r}, which is not the id of one of its completions"

@@ -7,6 +7,8 @@ import msgspec
 import pytest
 import tyro
 
+from inference_server.config import ServerRun
+from learner.config import LearnerRun
 from protocol.config import SharedConfig, load_config, to_toml
 from protocol.config_keys import PassedOn
 from protocol.errors import ConfigError
@@ -142,6 +144,30 @@ OPEN = "--endpoints tcp://127.0.0.1:1 tcp://10.0.0.5:1"
 def test_a_wrong_flag_is_refused_with_the_remedy(tmp_path: Path, flags: str, expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         load(tmp_path, TOML, *flags.split())
+
+
+OTHER = 'model = "m"\nrun_dir = "r"\n[learner]\nsteps = 1\n{}\n[learner.data]\ntask = "sort"\n[learner.reward]\n'
+OTHER += 'functions = ["exact_match"]\n[server]\n{}\n'
+
+
+@pytest.mark.parametrize(
+    ("config_type", "of_learner", "of_server", "expected"),
+    [
+        (LearnerRun, "", 'max_model_len = "2048"', r"server\.max_model_len = '2048': Expected `int"),
+        (LearnerRun, "", 'http_port = "x"', r"server\.http_port = 'x': Expected `int`"),
+        (LearnerRun, "", "cpu_cores = 5", r"server\.cpu_cores = 5: Expected `array"),
+        (ServerRun, 'cpu_cores = "0-3"', "", r"learner\.cpu_cores = '0-3': Expected `array"),
+    ],
+)
+def test_a_key_that_is_read_from_the_section_of_another_process_is_checked(
+    tmp_path: Path, config_type: type[Any], of_learner: str, of_server: str, expected: str
+) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(OTHER.format(of_learner, of_server))
+    with pytest.raises(ConfigError, match=expected):
+        load_config(config_type, [str(path)], "slipstream")
+    path.write_text(OTHER.format("cpu_cores = [0]", "cpu_cores = [1]\nmax_model_len = 64"))
+    load_config(config_type, [str(path)], "slipstream")
 
 
 def test_an_open_endpoint_needs_keys_or_a_word_for_going_without(tmp_path: Path) -> None:

@@ -157,6 +157,7 @@ def test_an_asynchronous_agent_behind_a_plain_decorator_gets_an_open_asynchronou
         *((f"echo said; echo {number}", {"reward": float(number)}) for number in (".50", "-.5", "+0.5", "5.", "1E-2")),
         ("echo 1; echo run_1", {"reward": None}), ("echo 1_0", {"reward": None}),
         ("echo '{\"chatcmpl-1\": 1}'", {"reward": {"chatcmpl-1": 1.0}}),
+        ("echo '{\"level\": \"info\", \"event\": 1}'", {"reward": None}), ("echo '{}'", {"reward": None}),
         ('test "$OPENAI_BASE_URL $OPENAI_API_KEY" = "http://none/v1 k" && echo "$SLIPSTREAM_ROW"',
             {"reward": {"worth": 1.0}}),
         ('cat "$SLIPSTREAM_ROW_FILE"; cat "$SLIPSTREAM_ROW_FILE"; echo; cat "$SLIPSTREAM_ROW_FILE"',

@@ -166,6 +166,13 @@ def test_a_command_line_agent_leaves_no_process_behind(tmp_path: Path) -> None:
     assert_ended(play_group(command=command, then=is_alone), "finished", 0.75, 1)
 
 
+def test_numbers_that_a_command_logs_by_other_names_are_no_rewards(tmp_path: Path) -> None:
+    script = tmp_path / "agent.py"
+    script.write_text(SCRIPT)
+    command = f"'{sys.executable}' '{script}'; echo '{{\"tokens\": 512, \"cost\": 0.01}}'"
+    assert_ended(play_group(command=command), "finished", None, 1)
+
+
 def test_the_event_loop_does_not_wait_while_an_agent_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     names, kill = [], AgentProcess.kill
 

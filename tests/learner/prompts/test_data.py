@@ -274,8 +274,9 @@ def test_texts_and_conversations_are_not_mixed_in_a_run_with_an_environment(tmp_
 
     path = write_jsonl(tmp_path / "mixed.jsonl", [text, conversation])
     for environment in ({"factory": "guess"}, {"agent": "m:f"}, {}):
-        reward = {} if not environment else {"reward": {"functions": ["environment_reward"]}}
-        inputs = RunInputs(make_run(tmp_path, "tcp://a:1", data={"path": path}, environment=environment, **reward))
+        reward = {"functions": ["environment_reward" if environment else "think_format"]}
+        run = make_run(tmp_path, "tcp://a:1", data={"path": path}, environment=environment, reward=reward)
+        inputs = RunInputs(run)
         inputs.tokenizer.chat_template = CHAT_TEMPLATE
         if "factory" in environment:
             with pytest.raises(DataError, match="row 1 is a conversation; expected prompts of one kind with"):
