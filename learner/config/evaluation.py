@@ -58,9 +58,9 @@ class EvaluationConfig(Section):
     server.http_port, by default port 8000 of this machine. If http_host is all addresses (0.0.0.0, ::), the
     host of the run's first server is used."""
     task: MayChange[str | None] = None
-    """Built-in task, as in learner.data; if it is the run's task, with prompts that the run does not train on. At
-    most one of task, path and dataset may be set. Unset: the run's own prompts, of which dataset_config and split
-    may name another part."""
+    """Built-in task, as in learner.data. The prompts of reverse, sort, arithmetic and calculator are not those that
+    the run trains on. At most one of task, path and dataset may be set. Unset: the run's own prompts, of which
+    dataset_config and split may name another part."""
     path: MayChange[str | None] = None
     """JSONL file."""
     dataset: MayChange[str | None] = None

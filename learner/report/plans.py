@@ -42,7 +42,7 @@ PLANS = {
         ),
         ChartPlan(
             "Entropy",
-            "Of the tokens in the loss, mostly in groups with signal. Near 0 the policy no longer explores.",
+            "Mean over the tokens in the loss. Near 0 the policy no longer explores.",
             [Curve("policy/entropy", "entropy", "blue")],
         ),
         ChartPlan(
