@@ -137,6 +137,7 @@ async def test_a_turn_whose_stream_is_given_up_is_canceled(path: str, monkeypatc
         await http.post(json=BODIES[path], **asked)
         async with http.stream("POST", json={**BODIES[path], "stream": True}, **asked) as answer:
             async for _ in answer.aiter_lines():
+                await until_in_loop(lambda: policy.num_held == 1)  # the stream begins before its turn
                 break
         await until_in_loop(lambda: policy.num_given_up == 1)
         assert agent.end().stats.num_turns == 1
