@@ -226,11 +226,11 @@ def plain_step(model: torch.nn.Module, reference: torch.nn.Module, groups: list[
             **known,
         )
 
-    def is_kept(one: TokenSequence) -> bool:
-        return not (rule.leaves_out_truncated and one.finish_reason == "length")
+    def kept(episode: list[TokenSequence]) -> list[TokenSequence]:
+        return [] if rule.leaves_out_truncated and episode[-1].finish_reason == "length" else episode
 
-    def num_tokens(branches: list[TokenSequence]) -> int:
-        return sum(len(references[id(one)]) for one in branches if is_kept(one))
+    def num_tokens(episodes: list[list[TokenSequence]]) -> int:
+        return sum(len(references[id(one)]) for episode in episodes for one in kept(episode))
 
     for _ in range(rule.num_updates):
         model.zero_grad()
@@ -238,10 +238,10 @@ def plain_step(model: torch.nn.Module, reference: torch.nn.Module, groups: list[
         for group, episodes in zip(groups, episodes_P_G, strict=True):
             kls = [kl_of(episode) for episode in episodes]
             for episode, advantages in zip(episodes, advantages_of(group, kls, rule), strict=True):
-                num_all = num_tokens([one for _, one in pairs])
+                num_all = sum(map(num_tokens, episodes_P_G))
                 if rule.is_per_episode:
-                    num_all = num_tokens(episode) * sum(map(len, episodes_P_G))
-                for one in filter(is_kept, episode):
+                    num_all = num_tokens([episode]) * sum(map(len, episodes_P_G))
+                for one in kept(episode):
                     branch = branch_of(group, one, advantages)
                     loss = (rule.loss(branch) * (branch.started_entropy >= floor)).sum() / num_all
                     total = total + loss
