@@ -136,8 +136,8 @@ class Prompts:
         """Raise DataError if prompts are truncated, which `used_by` renders again, whole, with each turn."""
         if self._config.overlong_prompts == "truncate" and self.num_too_long:
             raise DataError(
-                f'learner.data.overlong_prompts = "truncate" with {used_by}: {self.num_too_long} of {len(self)} prompts '
-                f"have more than learner.data.max_prompt_tokens = {self._config.max_prompt_tokens} tokens, but later "
+                f'learner.data.overlong_prompts = "truncate" with {used_by}: {self.num_too_long} of {len(self)} '
+                f"prompts have more than learner.data.max_prompt_tokens = {self._config.max_prompt_tokens} tokens, but later "
                 'turns would begin with the whole prompt. Raise max_prompt_tokens, or set overlong_prompts = "drop"'
             )
 

@@ -37,8 +37,8 @@ DUAL_CLIP = "learner.loss.dual_clip"
 STARTS = "configs.jsonl"
 LEFT_BY_A_FAILED_START = {".lock", "checkpoints", "logs", "run_id", "config.toml", "ledger.db", "ledger.db-shm",
                           "ledger.db-wal", "metrics.jsonl", "samples.jsonl", "timeline.jsonl", "data.digests",
-                          "configs.jsonl", "evaluations.jsonl", "evaluation.partial.jsonl", "tensorboard", "wandb", "servers.txt",
-                          "keys"}  # fmt: skip
+                          STARTS, "evaluations.jsonl", "evaluation.partial.jsonl", "tensorboard", "wandb",
+                          "servers.txt", "keys"}  # fmt: skip
 """Files of a start that ended before its first group; they do not block the next start, nor do their .tmp files."""
 
 
