@@ -166,6 +166,7 @@ class ServerSection(msgspec.Struct, frozen=True):
     quantization: str | None = None
     kv_cache_dtype: str | None = None
     overlap_weight_loading: bool = False
+    max_lora_rank: int | None = None
 
 
 class LearnerRun(SharedConfig):
