@@ -216,7 +216,8 @@ class Session:
         if self._num_turns >= max_turns:
             self._limit = "max_turns"
             raise RefusedRequest(
-                f"the episode has had its {max_turns} turns (learner.environment.max_turns); return, or raise that key in a new run",
+                f"the episode has had its {max_turns} turns (learner.environment.max_turns); return, or raise that key "
+                "in a new run",
                 code="max_turns",
                 status=410,
             )

@@ -105,8 +105,8 @@ def advantages(groups: list[RolloutGroup], config: LearnerConfig) -> AdvantagesB
         raise ConfigError(
             f"learner.advantage.function = {function!r} returned different advantages for the turns of an episode, but "
             f'the ratio of learner.loss.objective = "{config.loss.objective}" covers the whole completion, so it would '
-            "spread each of them over all turns; return one number for each completion, then continue with --resume, or "
-            "choose another objective in a new run"
+            "spread each of them over all turns; return one number for each completion, then continue with --resume, "
+            "or choose another objective in a new run"
         )
     return found
 
@@ -184,8 +184,8 @@ def _skip(trainer: PolicyTrainer, version: int, grad_norm: float) -> None:
         raise NotFiniteError(
             f"step {version + 1}: {reason}, {limit} times in a row (learner.optimizer.max_skipped_updates). All these "
             "updates were skipped, and the checkpoints are intact. Lower learner.optimizer.learning_rate, or set "
-            "learner.off_policy_correction if policy/ratio_max grew before, then continue with --resume; or start a new "
-            'run with dtype = "float32"'
+            "learner.off_policy_correction if policy/ratio_max grew before, then continue with --resume; or start a "
+            'new run with dtype = "float32"'
         )
     if trainer.accelerator.is_main_process:
         log.warning(
