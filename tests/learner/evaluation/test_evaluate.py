@@ -277,7 +277,7 @@ def test_an_evaluation_of_the_runs_task_has_prompts_that_the_run_does_not_train_
 def test_a_task_without_enough_prompts_that_the_run_does_not_train_on_is_refused(tmp_path: Path) -> None:
     data, evaluation = {"task": "reverse", "num_digits": 2, "num_prompts": 80}, {"task": "reverse", "num_prompts": 21}
     with pytest.raises(
-        DataError, match=r"21 prompts of task reverse besides the 80 .*data\.num_prompts = 101 is more than"
+        DataError, match=r"fewer than 101 distinct prompts: 80 that .* and 21 others .*data\.num_digits"
     ):
         sets_of(RunInputs(make_run(tmp_path, "tcp://x:1", data=data, evaluation=evaluation)))
 

@@ -295,7 +295,8 @@ def test_a_prompt_that_later_turns_render_again_is_not_truncated(tmp_path):
     ):
         data = {"path": write_jsonl(tmp_path / "long.jsonl", [{"prompt": prompt, "secret": 1}] * 2)}
         data |= {"overlong_prompts": "truncate", "max_prompt_tokens": 6}
-        inputs = RunInputs(make_run(tmp_path, "tcp://a:1", data=data, environment=environment))
+        reward = {"functions": ["think_format"]}  # which reads no column
+        inputs = RunInputs(make_run(tmp_path, "tcp://a:1", data=data, environment=environment, reward=reward))
         inputs.tokenizer.chat_template = CHAT_TEMPLATE
         with pytest.raises(DataError, match=r"2 of 2 prompts have more than .* = 6") if is_refused else nullcontext():
             assert len(inputs.prompts) == 2
