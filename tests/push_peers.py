@@ -153,7 +153,7 @@ class _LocalScorer:
     """Scores in the learner's process, so that its resource counts do not depend on reward workers."""
 
     def submit(
-        self, prompt: Prompt, texts_G: list[str], token_ids_G: list[list[int]], *_of_episodes: object
+        self, prompt: Prompt, texts_G: list[str], *_of_call: object, **_of_episodes: object
     ) -> "Future[GroupRewards]":
         rewards = [float(index) for index in range(len(texts_G))]
         future: Future[GroupRewards] = Future()
