@@ -138,7 +138,8 @@ class Prompts:
             raise DataError(
                 f'learner.data.overlong_prompts = "truncate" with {used_by}: {self.num_too_long} of {len(self)} '
                 f"prompts have more than learner.data.max_prompt_tokens = {self._config.max_prompt_tokens} tokens, but "
-                'later turns would begin with the whole prompt. Raise max_prompt_tokens, or set overlong_prompts = "drop"'
+                "later turns would begin with the whole prompt. Raise max_prompt_tokens, or set overlong_prompts = "
+                '"drop"'
             )
 
     def longest(self) -> tuple[int, int]:

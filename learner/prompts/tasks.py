@@ -51,9 +51,9 @@ def make_untrained_rows(
         rows = make_rows(task, num_trained + num_prompts, seed, **options)
     except DataError as error:
         raise DataError(
-            f"task {task} has fewer than {num_trained + num_prompts} distinct prompts: {num_trained} that the run trains "
-            f"on, and {num_prompts} others for its evaluation. Raise learner.data.num_digits, or lower num_prompts of "
-            "one of them"
+            f"task {task} has fewer than {num_trained + num_prompts} distinct prompts: {num_trained} that the run "
+            f"trains on, and {num_prompts} others for its evaluation. Raise learner.data.num_digits, or lower "
+            "num_prompts of one of them"
         ) from error
     return [row for row in rows if row["prompt"] not in trained][:num_prompts]
 

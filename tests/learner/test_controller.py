@@ -91,6 +91,15 @@ def test_a_server_that_cannot_score_is_excluded_and_the_others_stay(tmp_path: Pa
     assert member is broken and str(error) == "cannot score 3 tokens"
 
 
+def test_a_version_is_published_for_a_server_that_received_it_also_if_it_is_lost_just_now(tmp_path: Path) -> None:
+    published: list[Any] = []
+    sync = SimpleNamespace(holders=lambda version: [], received=lambda version: {Server(): "id"})
+    sync_check = SimpleNamespace(ask=lambda *_: None, ask_before=lambda holders: None)
+    rollouts = SimpleNamespace(publish=lambda version, *server_ids: published.append((version, server_ids)))
+    Controller(**parts_of(tmp_path, weight_sync=sync, sync_check=sync_check, rollouts=rollouts)).publish(3)
+    assert published == [(3, ("id",))]
+
+
 def test_an_interrupt_ends_the_wait_for_a_lost_server_of_the_policy_or_the_reference(tmp_path: Path) -> None:
     fleets = [SimpleNamespace(), SimpleNamespace()]
     reference = SimpleNamespace(scores=SimpleNamespace(server=SimpleNamespace(fleet=fleets[1])))

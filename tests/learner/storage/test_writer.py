@@ -239,7 +239,7 @@ def test_a_fixed_reference_is_one_shared_file_that_outlives_the_first_checkpoint
     [
         (
             "trained/index.json",
-            r"step-000001 cannot be read \(.*\) and is the oldest .* new run from its model: --model \S*/step-000001/model",
+            r"step-000001 cannot be read \(.*\) and is the oldest .* new run from its model: --model \S*/step-000001",
         ),
         ("trained/__0_0.distcp", r"step-000001 cannot be read"),
         ("reference/__0_0.distcp", r"step-000001 cannot be read"),

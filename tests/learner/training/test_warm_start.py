@@ -126,7 +126,7 @@ def test_all_answers_are_checked_before_the_first_step(tmp_path: Path, monkeypat
     rows = [{"prompt": f"{i}>", "answer": "1" if i < 29 else None} for i in range(30)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data = {"path": str(tmp_path / "rows.jsonl"), "shuffle": False}
-    monkeypatch.setattr("learner.training.warm_start.my_batches", lambda *_: pytest.fail("a step has begun"))
+    monkeypatch.setattr("learner.training.warm_start.my_batches", lambda *_: pytest.fail("a step started"))
     with pytest.raises(DataError, match="row 29 of the data has none"):
         warmed(make_run(tmp_path, "tcp://x:1", data=data, warm_start=WARM))
 
